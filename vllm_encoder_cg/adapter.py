@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``EncoderAdapter``: what the manager asks of a model.
+
+vLLM's protocol has a model slice its inputs, concatenate them, build every
+table on the device and return fresh tensors that the manager then copies.  An
+adapter instead writes a chosen set of items straight into captured buffers: one
+parse per batch, one copy per input.  ``native_adapter.py`` offers this
+interface on top of any model that implements vLLM's protocol.
+
+Life of an adapter::
+
+    adapter = SomeAdapter(model, vllm_config)
+    adapter.unsupported_reason()             # at start-up, on this instance
+    shape = GraphShape(key, adapter.capacity(key, limits))
+    buffers = tensors of adapter.buffer_specs(shape)
+    adapter.forward(buffers, shape)          # warm-up, then captured
+    batch = adapter.parse(mm_kwargs)         # per batch
+    adapter.fill(batch, indices, buffers, shape)   # per replay
+    adapter.assemble(batch, indices, {path: rows})
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm_encoder_cg.definitions import (
+    DEFAULT_PATH,
+    BatchLimits,
+    EncoderCudaGraphConfig,
+    EncoderItemSpec,
+    GraphCapacity,
+    GraphKey,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """Fixes every shape of one graph."""
+
+    key: GraphKey
+    capacity: GraphCapacity
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One captured input tensor.
+
+    Specs of smaller budgets of a path differ from the largest one's in
+    ``shape[0]`` only, and are not longer: every budget then reads a slice of
+    one allocation.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class EncoderBatch:
+    """One parsed batch of a single modality."""
+
+    modality: str
+    specs: list[EncoderItemSpec]
+    """In the order of the batch."""
+    mm_kwargs: dict[str, Any]
+    """The keyword arguments as they came."""
+    payload: Any = field(default=None, repr=False)
+    """Whatever else the adapter parsed (grids, row offsets)."""
+
+
+class EncoderAdapter(ABC):
+    """Drives one loaded model's encoder for the manager."""
+
+    architectures: ClassVar[tuple[str, ...]] = ()
+    """Exact class names of the vLLM models that this adapter is for."""
+
+    def __init__(self, model: Any, vllm_config: Any) -> None:
+        self.model = model
+        self.vllm_config = vllm_config
+
+    @abstractmethod
+    def unsupported_reason(self) -> str | None:
+        """Why this instance cannot be captured (a missing tower, a backend that
+        reads the host, LoRA on the tower), with the remedy; None if it can."""
+
+    @abstractmethod
+    def config(self) -> EncoderCudaGraphConfig:
+        """Modalities, output width, paths and axes."""
+
+    @abstractmethod
+    def budget_range(self) -> tuple[int, int]:
+        """(smallest, largest) automatic token budget."""
+
+    @abstractmethod
+    def capacity(self, key: GraphKey, limits: BatchLimits) -> GraphCapacity:
+        """What a graph under `key` holds; at least ``key.token_budget`` tokens."""
+
+    @abstractmethod
+    def buffer_specs(self, shape: GraphShape) -> dict[str, BufferSpec]:
+        """The tensors that ``fill`` writes and ``forward`` reads."""
+
+    @abstractmethod
+    def parse(self, mm_kwargs: dict[str, Any]) -> EncoderBatch | None:
+        """Reads a batch once, without a device sync where vLLM keeps the sizes
+        on the host.  None: not something graphs encode (precomputed embeddings,
+        sizes that contradict each other); vLLM's own path takes the batch."""
+
+    @abstractmethod
+    def fill(
+        self,
+        batch: EncoderBatch,
+        indices: Sequence[int],
+        buffers: dict[str, torch.Tensor],
+        shape: GraphShape,
+    ) -> None:
+        """Writes the items at `indices`, in that order, and whatever padding can
+        be read, into `buffers`.  The planner has made sure that they fit."""
+
+    @abstractmethod
+    def forward(
+        self, buffers: dict[str, torch.Tensor], shape: GraphShape
+    ) -> torch.Tensor:
+        """The captured forward: ``[capacity tokens, hidden]``; the rows of the
+        items come first, in the order that ``fill`` was given."""
+
+    @abstractmethod
+    def eager(
+        self, batch: EncoderBatch, indices: Sequence[int], path: str = DEFAULT_PATH
+    ) -> torch.Tensor:
+        """vLLM's own forward over the items at `indices` together, without a
+        collective where encoders are data parallel: ``[tokens, hidden]``, the
+        same rows in the same order as ``forward`` gives for them."""
+
+    @abstractmethod
+    def sample(self, shape: GraphShape, seed: int) -> dict[str, Any]:
+        """Keyword arguments of a batch that fits `shape` and fills most of it
+        with several items of unlike sizes, for warm-up, check and measurement."""
+
+    def assemble(
+        self,
+        batch: EncoderBatch,
+        indices: Sequence[int],
+        outputs: dict[str, torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """One embedding per item at `indices`.
+
+        Args:
+            outputs: per path, rows that nothing else writes to (a copy of a
+                graph's output, or an eager result).
+        """
+        tokens = [batch.specs[i].output_tokens for i in indices]
+        return list(outputs[DEFAULT_PATH].split(tokens))
