@@ -55,7 +55,7 @@ class EncoderItemSpec:
     path_output_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens per path; empty where there is only the default path."""
 
-    demand: Mapping[str, int] = _NOTHING
+    demand: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
     """What else the item takes up, by the names that ``GraphCapacity.extra`` uses
     (``"sequences"``, ``"rows"``, ``"windows"``, ...)."""
 
@@ -151,7 +151,7 @@ class GraphCapacity:
     items: int
     """Images and videos."""
 
-    extra: Mapping[str, int] = _NOTHING
+    extra: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
     """Further limits by name; an item's ``demand`` under the same name counts
     against it.  A demand without a limit of that name takes nothing."""
 

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user sets: four ``CompilationConfig`` fields and ``additional_config``.
+
+Both are read and checked once, at start-up; every error names the option, the
+value received and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "additional_config.encoder_cg"
+
+
+def _option(default: Any, description: str, accepts: str, **constraints: Any) -> Any:
+    """A settings field; `accepts` completes "use ..." in error messages."""
+    return Field(
+        default,
+        description=description,
+        json_schema_extra={"accepts": accepts},
+        **constraints,
+    )
+
+
+class EncoderCgSettings(BaseModel):
+    """Options under ``additional_config={"encoder_cg": {...}}``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    ladder: Literal["fine", "power_of_two"] = _option(
+        "fine",
+        "How automatic token budgets are spaced. Both contain the power-of-two "
+        'levels; "fine" adds budgets between them, so that less is padded.',
+        '"fine" or "power_of_two"',
+    )
+    max_graphs: int = _option(
+        64,
+        "Most graphs that the automatic budgets of one path may lead to. The "
+        "power-of-two levels are captured even where they alone are more.",
+        "an integer of at least 1",
+        ge=1,
+    )
+    memory_limit_gib: float | None = _option(
+        None,
+        "Most GPU memory, in GiB, that encoder graphs and their buffers may take "
+        "together; what would exceed it is not captured. null: no limit.",
+        "a number above 0, or null for no limit",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    self_check: bool = _option(
+        True,
+        "Compare every captured graph with the model's eager forward on sample "
+        "input before it may serve.",
+        "true or false",
+    )
+    on_mismatch: Literal["drop", "raise"] = _option(
+        "drop",
+        'What follows a failed self-check: "drop" leaves the graph out, so that '
+        'its items run eagerly; "raise" stops the start-up.',
+        '"drop" or "raise"',
+    )
+    log_every_items: int = _option(
+        1000,
+        "Log a line of statistics each time this many further images and videos "
+        "have been encoded. 0: only at shutdown.",
+        "an integer of at least 0",
+        ge=0,
+    )
+    cost_model: bool = _option(
+        True,
+        "Measure replays and eager forwards at start-up and plan by the measured "
+        "times. false: pack greedily and replay whatever fits a graph.",
+        "true or false",
+    )
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Any) -> EncoderCgSettings:
+        """Reads ``additional_config["encoder_cg"]``; without it, the defaults.
+
+        Args:
+            additional_config: vLLM's field of that name.  None, and objects other
+                than mappings (vLLM accepts those for platforms), hold no options.
+
+        Raises:
+            ValueError: an unknown option, or a value that an option refuses; all
+                faults in one message.
+        """
+        if not isinstance(additional_config, Mapping):
+            return cls()
+        options = additional_config.get("encoder_cg")
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise ValueError(
+                f"{_PREFIX}: got {options!r}; use an object of options, such as "
+                '{"ladder": "fine"}'
+            )
+        faults = [
+            _unknown_option(name, value)
+            for name, value in options.items()
+            if name not in cls.model_fields
+        ]
+        known = {n: v for n, v in options.items() if n in cls.model_fields}
+        try:
+            settings = cls(**known)
+        except ValidationError as error:
+            # One line per option: unions report one error per member.
+            names = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
+            faults += [_refused_value(name, known[name]) for name in names]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return settings
+
+
+def _unknown_option(name: Any, value: Any) -> str:
+    known = list(EncoderCgSettings.model_fields)
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return (
+        f"{_PREFIX}.{name}: unknown option, got {value!r}; {hint}"
+        f"known options are {', '.join(known)}"
+    )
+
+
+def _refused_value(name: str, value: Any) -> str:
+    extra = EncoderCgSettings.model_fields[name].json_schema_extra
+    assert isinstance(extra, dict)
+    return f"{_PREFIX}.{name}: got {value!r}; use {extra['accepts']}"
+
+
+@dataclass(frozen=True)
+class CompilationFields:
+    """The ``CompilationConfig`` fields that limit encoder graphs."""
+
+    token_budgets: tuple[int, ...] = ()
+    """Ascending, without duplicates; empty: inferred."""
+
+    max_items: int = 0
+    """0: inferred."""
+
+    max_frames: int | None = None
+    """None: inferred."""
+
+    enabled: bool = True
+    """``cudagraph_mm_encoder``."""
+
+
+def read_compilation_fields(compilation_config: Any) -> CompilationFields:
+    """Reads vLLM's four fields from `compilation_config` (any object that has
+    them; an absent one counts as its default).
+
+    Raises:
+        ValueError: a field has a value of the wrong kind or range.
+    """
+    enabled = getattr(compilation_config, "cudagraph_mm_encoder", False)
+    if not isinstance(enabled, bool):
+        raise ValueError(
+            f"cudagraph_mm_encoder: got {enabled!r}; use true to capture encoder "
+            "graphs or false not to"
+        )
+    name = "encoder_cudagraph_max_frames_per_batch"
+    frames = getattr(compilation_config, name, None)
+    if frames is not None:
+        _check_count(name, frames, "0 for images only, or leave it out to infer it")
+    name = "encoder_cudagraph_max_vision_items_per_batch"
+    items = getattr(compilation_config, name, 0)
+    if items is None:
+        items = 0
+    _check_count(name, items, "0 to infer it")
+    return CompilationFields(
+        token_budgets=_read_budgets(compilation_config),
+        max_items=items,
+        max_frames=frames,
+        enabled=enabled,
+    )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: Any, otherwise: str) -> None:
+    if not _is_int(value) or value < 0:
+        raise ValueError(
+            f"{name}: got {value!r}; use a positive integer, or {otherwise}"
+        )
+
+
+def _read_budgets(compilation_config: Any) -> tuple[int, ...]:
+    name = "encoder_cudagraph_token_budgets"
+    given = getattr(compilation_config, name, None)
+    if given is None:
+        return ()
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise ValueError(
+            f"{name}: got {given!r}; use a list of positive integers, or leave it "
+            "out to infer budgets from the model"
+        )
+    budgets = list(given)
+    for budget in budgets:
+        if not _is_int(budget) or budget <= 0:
+            raise ValueError(
+                f"{name}: got {budget!r} in {budgets!r}; every budget is a number "
+                "of output tokens, a positive integer"
+            )
+    unique = tuple(sorted(set(budgets)))
+    if len(unique) < len(budgets):
+        twice = sorted({b for b in unique if budgets.count(b) > 1})
+        logger.warning(
+            "%s: duplicates of %s are left out; budgets are %s", name, twice, unique
+        )
+    return unique
