@@ -38,6 +38,8 @@ from vllm_encoder_cg.definitions import (
 if TYPE_CHECKING:
     import torch
 
+    from vllm_encoder_cg.buffers import BufferArena
+
 
 @dataclass(frozen=True)
 class GraphShape:
@@ -88,6 +90,10 @@ class EncoderAdapter(ABC):
         """Why this instance cannot be captured (a missing tower, a backend that
         reads the host, LoRA on the tower), with the remedy; None if it can."""
 
+    def backend_name(self) -> str:
+        """Name of the encoder's attention backend, for messages."""
+        return "unknown"
+
     @abstractmethod
     def config(self) -> EncoderCudaGraphConfig:
         """Modalities, output width, paths and axes."""
@@ -137,9 +143,32 @@ class EncoderAdapter(ABC):
         same rows in the same order as ``forward`` gives for them."""
 
     @abstractmethod
-    def sample(self, shape: GraphShape, seed: int) -> dict[str, Any]:
+    def sample(self, shape: GraphShape, seed: int) -> dict[str, Any] | None:
         """Keyword arguments of a batch that fits `shape` and fills most of it
-        with several items of unlike sizes, for warm-up, check and measurement."""
+        with several items of unlike sizes, for warm-up, check and measurement.
+        None: the model cannot make any; its graphs are then checked on the first
+        real batch that uses them."""
+
+    def capture_buffers(
+        self, shape: GraphShape, arena: BufferArena
+    ) -> dict[str, torch.Tensor]:
+        """The captured inputs, holding values that the forward can run on (a
+        forward over meaningless tables could read out of bounds)."""
+        mm_kwargs = self.sample(shape, seed=0)
+        batch = None if mm_kwargs is None else self.parse(mm_kwargs)
+        if batch is None:
+            raise RuntimeError(
+                f"{type(self).__name__} makes no sample input that it can parse"
+            )
+        buffers = arena.inputs(shape.key.path, self.buffer_specs(shape))
+        self.fill(batch, range(len(batch.specs)), buffers, shape)
+        return buffers
+
+    def output_rows(
+        self, batch: EncoderBatch, indices: Sequence[int], path: str
+    ) -> int | None:
+        """Rows of a replay that belong to the items at `indices`; None: all."""
+        return sum(batch.specs[i].get_path_output_tokens(path) for i in indices)
 
     def assemble(
         self,

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captured tensors: one allocation per path and name, graphs read slices of it.
+
+Graphs of one path never run at the same time, so budgets and capture axes share
+storage: a buffer of fewer elements starts at the same address.  Capture the
+largest graph first, then no allocation is outgrown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
+import torch
+
+from vllm_encoder_cg.adapter import BufferSpec
+
+K = TypeVar("K", bound=Hashable)
+
+
+class BufferArena:
+    """Owns the input and output storage of a manager's graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._inputs: dict[tuple[str, str, torch.dtype], torch.Tensor] = {}
+        self._outputs: dict[torch.dtype, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+
+    def inputs(
+        self, path: str, specs: Mapping[str, BufferSpec]
+    ) -> dict[str, torch.Tensor]:
+        """Tensors for `specs`, sharing storage with earlier calls for `path`."""
+        return {
+            name: self._slice(
+                self._inputs, (path, name, spec.dtype), spec.shape, spec.dtype
+            )
+            for name, spec in specs.items()
+        }
+
+    def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An output tensor; every path's outputs share storage, because each is
+        copied out before the next replay is launched."""
+        return self._slice(self._outputs, dtype, shape, dtype)
+
+    def _slice(
+        self,
+        storages: dict[K, torch.Tensor],
+        key: K,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        numel = math.prod(shape)
+        storage = storages.get(key)
+        if storage is None or storage.numel() < numel:
+            if storage is not None:
+                # A captured graph still holds its address.
+                self._outgrown.append(storage)
+            storage = torch.zeros(numel, dtype=dtype, device=self.device)
+            storages[key] = storage
+        return storage[:numel].view(shape)
+
+    def poison(self) -> None:
+        """Fills every floating-point input with NaN and every uint8 input with
+        255, to show that nothing of an earlier replay is read."""
+        for (_, _, dtype), storage in self._inputs.items():
+            if dtype.is_floating_point or dtype.is_complex:
+                storage.fill_(float("nan"))
+            elif dtype == torch.uint8:
+                storage.fill_(255)
+        for storage in self._outputs.values():
+            storage.fill_(float("nan"))
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(
+            t.numel() * t.element_size()
+            for t in (*self._inputs.values(), *self._outputs.values(), *self._outgrown)
+        )

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recording a set of graphs over shared buffers, and replaying one of them."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
+from vllm_encoder_cg.buffers import BufferArena
+from vllm_encoder_cg.definitions import (
+    BatchLimits,
+    BudgetGraphMetadata,
+    GraphCapacity,
+    GraphKey,
+)
+from vllm_encoder_cg.graphs import GraphRecorder, make_recorder
+from vllm_encoder_cg.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class GraphSet:
+    """The graphs of one manager with the storage that they share."""
+
+    arena: BufferArena
+    graphs: dict[GraphKey, BudgetGraphMetadata] = field(default_factory=dict)
+    shapes: dict[GraphKey, GraphShape] = field(default_factory=dict)
+    dropped: dict[GraphKey, GraphCapacity] = field(default_factory=dict)
+    """Graphs that failed to capture or to pass the self-check."""
+    memory_bytes: int = 0
+    """Device memory taken: buffers and graph pool."""
+    seconds: float = 0.0
+
+    @classmethod
+    def empty(cls, device: torch.device) -> GraphSet:
+        return cls(BufferArena(device))
+
+    def drop(self, key: GraphKey) -> None:
+        """Takes a graph out of use."""
+        self.graphs.pop(key, None)
+        self.dropped[key] = self.shapes[key].capacity
+
+    def replay(
+        self,
+        key: GraphKey,
+        adapter: EncoderAdapter,
+        batch: EncoderBatch,
+        indices: Sequence[int],
+    ) -> torch.Tensor:
+        """Encodes the items at `indices` by one graph.
+
+        Returns:
+            ``[rows, hidden]``: a copy of the items' rows, so that the next replay
+            changes nothing that was handed out.
+        """
+        graph = self.graphs[key]
+        adapter.fill(batch, indices, graph.input_buffers, self.shapes[key])
+        graph.graph.replay()
+        rows = adapter.output_rows(batch, indices, key.path)
+        return graph.output_buffer[:rows].clone()
+
+    def summary(self) -> str:
+        budgets: dict[str, list[int]] = {}
+        for key in self.graphs:
+            budgets.setdefault(key.path, []).append(key.token_budget)
+        paths = "; ".join(
+            f"{path}: {len(values)} graphs for {min(values)} to {max(values)} tokens"
+            for path, values in budgets.items()
+        )
+        return (
+            f"{paths}; {self.memory_bytes / 2**30:.2f} GiB, {self.seconds:.1f} s"
+            f"{f', {len(self.dropped)} dropped' if self.dropped else ''}"
+        )
+
+
+def capture_graphs(
+    adapter: EncoderAdapter,
+    shapes: Sequence[GraphShape],
+    limits: BatchLimits,
+    device: torch.device,
+    graph_pool: Any,
+) -> GraphSet:
+    """Records a graph for every shape, in the order given (largest first).
+
+    A shape that fails is dropped with one warning and gives its memory back.
+    """
+    begin = time.perf_counter()
+    result = GraphSet.empty(device)
+    recorder = make_recorder(device, graph_pool)
+    before = _memory_in_use(device)
+    for shape in shapes:
+        result.shapes[shape.key] = shape
+        try:
+            result.graphs[shape.key] = _capture_one(
+                adapter, shape, limits, result.arena, recorder
+            )
+        except Exception as error:
+            result.drop(shape.key)
+            logger.warning(
+                "Encoder CUDA graph (%s) could not be captured and is left out; "
+                "what it would have held runs eagerly: %s: %s",
+                shape.key,
+                type(error).__name__,
+                error,
+            )
+            del error
+            _give_back(device)
+    # What the uncaptured runs left in the allocator's cache is no graph memory.
+    _give_back(device)
+    result.memory_bytes = max(_memory_in_use(device) - before, result.arena.nbytes())
+    result.seconds = time.perf_counter() - begin
+    return result
+
+
+def _capture_one(
+    adapter: EncoderAdapter,
+    shape: GraphShape,
+    limits: BatchLimits,
+    arena: BufferArena,
+    recorder: GraphRecorder,
+) -> BudgetGraphMetadata:
+    key = shape.key
+    if shape.capacity.tokens < key.token_budget:
+        raise ValueError(
+            f"the adapter's capacity of {shape.capacity.tokens} tokens is below the "
+            f"budget {key.token_budget}"
+        )
+    buffers = adapter.capture_buffers(shape, arena)
+    graph, output = recorder.record(lambda: adapter.forward(buffers, shape), arena)
+    return BudgetGraphMetadata(
+        token_budget=key.token_budget,
+        max_batch_size=limits.max_items,
+        max_frames_per_batch=limits.max_frames,
+        graph=graph,
+        input_buffers=buffers,
+        output_buffer=output,
+        axis_keys=key.axis_keys,
+        capacity=shape.capacity,
+    )
+
+
+def _memory_in_use(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _give_back(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recording and replaying one forward.
+
+``CudaGraphRecorder`` captures a CUDA graph.  ``StaticRecorder`` is for machines
+without a GPU: replay runs the recorded forward again on the same buffers, so
+that buffers, padding, packing and assembly are the same code and only the
+launch differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from vllm_encoder_cg.buffers import BufferArena
+
+Forward = Callable[[], torch.Tensor]
+
+
+class ReplayableGraph(Protocol):
+    """What a recorder returns."""
+
+    def replay(self) -> None:
+        """Computes the output buffer from the input buffers, on the current
+        stream."""
+        ...
+
+
+class GraphRecorder(Protocol):
+    """Records forwards that take no arguments and read captured buffers."""
+
+    def record(
+        self, forward: Forward, arena: BufferArena
+    ) -> tuple[ReplayableGraph, torch.Tensor]:
+        """The graph and the output buffer that it writes.
+
+        Raises:
+            Exception: whatever the forward or the capture raised; nothing of
+                the attempt is kept.
+        """
+        ...
+
+
+class StaticReplay:
+    """Runs a forward again and copies its result to the output buffer."""
+
+    def __init__(self, forward: Forward, output: torch.Tensor) -> None:
+        self._forward = forward
+        self._output = output
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            self._output.copy_(self._forward())
+
+
+class StaticRecorder:
+    """Records for a device without CUDA graphs."""
+
+    def record(
+        self, forward: Forward, arena: BufferArena
+    ) -> tuple[ReplayableGraph, torch.Tensor]:
+        with torch.inference_mode():
+            result = forward()
+            output = arena.output(tuple(result.shape), result.dtype)
+        return StaticReplay(forward, output), output
+
+
+class CudaGraphRecorder:
+    """Captures CUDA graphs into one memory pool.
+
+    Args:
+        graph_pool: a pool handle, as ``torch.cuda.graph_pool_handle()`` makes
+            it; None: a pool of its own.
+    """
+
+    def __init__(self, graph_pool: Any = None) -> None:
+        self._pool = graph_pool or torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
+
+    def _capture_stream(self) -> torch.cuda.Stream:
+        """The caller's stream (vLLM captures on one of its own, which carries
+        its collectives), or one of ours where that is the default stream, which
+        cannot be captured."""
+        current = torch.cuda.current_stream()
+        if current != torch.cuda.default_stream():
+            return current
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    def record(
+        self, forward: Forward, arena: BufferArena
+    ) -> tuple[ReplayableGraph, torch.Tensor]:
+        stream = self._capture_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            # Uncaptured once: libraries load, kernels compile and workspaces
+            # grow, none of which may happen during capture.
+            result = forward()
+            output = arena.output(tuple(result.shape), result.dtype)
+            del result
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                output.copy_(forward())
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph, output
+
+
+def make_recorder(device: torch.device, graph_pool: Any) -> GraphRecorder:
+    """The recorder for `device`."""
+    if device.type == "cuda":
+        return CudaGraphRecorder(graph_pool)
+    return StaticRecorder()

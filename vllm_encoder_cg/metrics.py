@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the manager counts.  One item is one count, whatever its paths did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_encoder_cg.definitions import EagerReason, GraphKey
+from vllm_encoder_cg.planner import Plan
+
+
+@dataclass
+class EncoderStats:
+    """Counts since start."""
+
+    hits: int = 0
+    """Items whose every path was replayed."""
+    misses: Counter[EagerReason] = field(default_factory=Counter)
+    """Items of which at least one path was not, by the reason of the first."""
+    replays: Counter[GraphKey] = field(default_factory=Counter)
+    eager_calls: int = 0
+    real_tokens: int = 0
+    """Output tokens of replays that belong to items."""
+    padded_tokens: int = 0
+    """Output tokens of replays beyond those."""
+    batches: int = 0
+
+    @property
+    def items(self) -> int:
+        return self.hits + self.misses.total()
+
+    def count_plan(self, plan: Plan) -> None:
+        """Adds a plan that is about to run."""
+        self.batches += 1
+        for sub_batch in plan.sub_batches:
+            reason: EagerReason | None = None
+            for step in sub_batch.steps.values():
+                if step.key is None:
+                    self.eager_calls += 1
+                    reason = reason or step.eager
+                    continue
+                self.replays[step.key] += 1
+                self.real_tokens += step.tokens
+                self.padded_tokens += step.key.token_budget - step.tokens
+            if reason is None:
+                self.hits += len(sub_batch.indices)
+            else:
+                self.misses[reason] += len(sub_batch.indices)
+
+    def count_unsupported(self, items: int = 1) -> None:
+        """Adds a batch that vLLM's own path encodes."""
+        self.batches += 1
+        self.eager_calls += 1
+        self.misses[EagerReason.UNSUPPORTED_INPUT] += items
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for ``get_cumulative_stats``."""
+        misses = self.misses.total()
+        computed = self.real_tokens + self.padded_tokens
+        return {
+            "graph_hits": self.hits,
+            "graph_misses": misses,
+            "hit_rate": self.hits / self.items if self.items else 0.0,
+            "items": self.items,
+            "batches": self.batches,
+            "eager_calls": self.eager_calls,
+            "misses_by_reason": {
+                reason.value: self.misses[reason] for reason in EagerReason
+            },
+            "real_tokens": self.real_tokens,
+            "padded_tokens": self.padded_tokens,
+            "padding_rate": self.padded_tokens / computed if computed else 0.0,
+            "replays_by_graph": {
+                str(key): count
+                for key, count in sorted(
+                    self.replays.items(),
+                    key=lambda entry: (entry[0].path, entry[0].token_budget),
+                )
+            },
+        }
+
+    def log_line(self) -> str:
+        """One line, in the form of vLLM's periodic ones."""
+        values = self.as_dict()
+        reasons = ", ".join(
+            f"{name}: {count}"
+            for name, count in values["misses_by_reason"].items()
+            if count
+        )
+        return (
+            f"Encoder CUDA graphs: Items: {values['items']}, "
+            f"Hit rate: {values['hit_rate']:.1%}, Misses: {values['graph_misses']}"
+            f"{f' ({reasons})' if reasons else ''}, "
+            f"Replays: {self.replays.total()}, Eager calls: {values['eager_calls']}, "
+            f"Padding: {values['padding_rate']:.1%} of replayed tokens"
+        )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasons, common to many towers, why one must not be captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_encoder_cg.models.attention_tables import VARLEN_BACKENDS
+
+
+def tower_refusal(tower: Any, vllm_config: Any) -> str | None:
+    """What rules out capturing `tower` in this engine, with the remedy.
+
+    - A tower that is not loaded (all its modalities limited to 0, or a later
+      pipeline stage) is a placeholder without parameters.
+    - LoRA on the tower maps adapters to rows in request order; packing reorders
+      and pads rows.
+    - fp8 attention with dynamic scales keeps a history on the host that a graph
+      cannot advance; static scales are untested on the hardware at hand.
+    """
+    if tower is None or type(tower).__name__ == "StageMissingLayer":
+        return "its vision tower is not loaded on this rank"
+    lora = getattr(vllm_config, "lora_config", None)
+    if lora is not None and getattr(lora, "enable_tower_connector_lora", False):
+        return (
+            "LoRA on the vision tower follows the order of requests, which packing "
+            "changes; drop enable_tower_connector_lora to use graphs"
+        )
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if getattr(multimodal, "mm_encoder_attn_dtype", None) == "fp8":
+        return (
+            "fp8 encoder attention keeps scaling state that graphs do not update; "
+            "leave --mm-encoder-attn-dtype unset to use graphs"
+        )
+    return None
+
+
+def varlen_refusal(backend: str, device_type: str) -> str | None:
+    """What rules out capturing variable-length attention on `backend`."""
+    if backend == "TORCH_SDPA" and device_type != "cpu":
+        return (
+            "its attention backend TORCH_SDPA reads sequence lengths on the host; "
+            "set --mm-encoder-attn-backend to one of "
+            f"{', '.join(VARLEN_BACKENDS)} to use graphs"
+        )
+    return None
+
+
+def pruning_refusal(model: Any) -> str | None:
+    """What rules out graphs under video token pruning (EVS, VidCom2)."""
+    if getattr(model, "is_multimodal_pruning_enabled", False):
+        return (
+            "video token pruning makes token counts depend on pixels and appends "
+            "columns to image embeddings too; drop --video-pruning-rate to use graphs"
+        )
+    return None

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapter serves which vLLM model class."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vllm_encoder_cg.protocol import SupportsEncoderCudaGraph
+
+if TYPE_CHECKING:
+    from vllm_encoder_cg.adapter import EncoderAdapter
+
+_ADAPTERS: dict[str, str] = {
+    "Qwen3VLForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
+}
+"""Exact class name -> ``module:class`` in this package.  Subclasses of these
+models have towers, tile sizes or output layouts of their own, so they do not
+match."""
+
+
+def adapted_architectures() -> tuple[str, ...]:
+    """Class names of all models that have an adapter."""
+    return tuple(_ADAPTERS)
+
+
+def load_adapter(architecture: str) -> type[EncoderAdapter]:
+    """The adapter class for a model class name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    module, _, name = _ADAPTERS[architecture].partition(":")
+    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
+
+
+def find_adapter(model: Any) -> type[EncoderAdapter] | None:
+    """The adapter class for a loaded vLLM model, by its exact class; None if
+    there is none."""
+    cls = model if isinstance(model, type) else type(model)
+    if cls.__name__ not in _ADAPTERS:
+        return None
+    return load_adapter(cls.__name__)
+
+
+def adapt(model: Any, vllm_config: Any) -> tuple[EncoderAdapter, str | None]:
+    """An adapter around a loaded model, and why it cannot be captured, if so.
+
+    A model with an adapter here is driven by it; any other one that implements
+    vLLM's protocol, by that protocol.
+    """
+    cls = find_adapter(model)
+    if cls is None:
+        from vllm_encoder_cg.native_adapter import NativeProtocolAdapter
+
+        native = NativeProtocolAdapter(model, vllm_config)
+        if not isinstance(model, SupportsEncoderCudaGraph):
+            return (
+                native,
+                "there is no adapter for it, and it has no support of its own",
+            )
+        return native, native.unsupported_reason()
+    adapter = cls(model, vllm_config)
+    return adapter, adapter.unsupported_reason()
