@@ -7,11 +7,16 @@ ascending list of budgets per path, and the limits on items and frames.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_encoder_cg.definitions import BatchLimits, EncoderCudaGraphPathConfig
+from vllm_encoder_cg.definitions import (
+    BatchLimits,
+    EncoderCudaGraphPathConfig,
+    GraphKey,
+)
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 
 # Above this many tokens an encoder keeps a GPU busy whether it is launched as a
@@ -38,6 +43,19 @@ class BudgetPlan:
     never captured."""
 
     limits: BatchLimits
+
+    def graph_keys(
+        self, capture_axes: Sequence[Sequence[Hashable]] = ()
+    ) -> list[GraphKey]:
+        """One key per path, budget and combination of axis keys: path after path,
+        the largest budget first, which is the order to capture in."""
+        return [
+            GraphKey(path, budget, axis_keys)
+            for path, budgets in self.path_budgets.items()
+            for budget in reversed(budgets)
+            if budget
+            for axis_keys in itertools.product(*capture_axes)
+        ]
 
 
 def power_of_two_levels(min_budget: int, max_budget: int) -> tuple[int, ...]:
@@ -88,7 +106,7 @@ def fine_levels(
         }
     )
     step = granularity if granularity > 1 else max(1, min(8, min_budget // 8))
-    gaps = list(zip(anchors, anchors[1:], strict=False))
+    gaps = list(itertools.pairwise(anchors))
     parts = [1] * len(gaps)
 
     def ratio(i: int) -> float:

@@ -153,46 +153,47 @@ class CompilationFields:
     enabled: bool = True
     """``cudagraph_mm_encoder``."""
 
+    @classmethod
+    def from_compilation_config(cls, compilation_config: Any) -> CompilationFields:
+        """Reads the fields of `compilation_config` (any object that has them; an
+        absent one counts as vLLM's default).
 
-def read_compilation_fields(compilation_config: Any) -> CompilationFields:
-    """Reads vLLM's four fields from `compilation_config` (any object that has
-    them; an absent one counts as its default).
-
-    Raises:
-        ValueError: a field has a value of the wrong kind or range.
-    """
-    enabled = getattr(compilation_config, "cudagraph_mm_encoder", False)
-    if not isinstance(enabled, bool):
-        raise ValueError(
-            f"cudagraph_mm_encoder: got {enabled!r}; use true to capture encoder "
-            "graphs or false not to"
+        Raises:
+            ValueError: a field has a value of the wrong kind or range.
+        """
+        enabled = getattr(compilation_config, "cudagraph_mm_encoder", False)
+        if not isinstance(enabled, bool):
+            raise ValueError(
+                f"cudagraph_mm_encoder: got {enabled!r}; use true to capture encoder "
+                "graphs or false not to"
+            )
+        name = "encoder_cudagraph_max_vision_items_per_batch"
+        items = getattr(compilation_config, name, None)
+        items = _count(name, 0 if items is None else items, "0 to infer it")
+        name = "encoder_cudagraph_max_frames_per_batch"
+        frames = getattr(compilation_config, name, None)
+        if frames is not None:
+            frames = _count(
+                name, frames, "0 for images only, or leave it out to infer it"
+            )
+        return cls(
+            token_budgets=_read_budgets(compilation_config),
+            max_items=items,
+            max_frames=frames,
+            enabled=enabled,
         )
-    name = "encoder_cudagraph_max_frames_per_batch"
-    frames = getattr(compilation_config, name, None)
-    if frames is not None:
-        _check_count(name, frames, "0 for images only, or leave it out to infer it")
-    name = "encoder_cudagraph_max_vision_items_per_batch"
-    items = getattr(compilation_config, name, 0)
-    if items is None:
-        items = 0
-    _check_count(name, items, "0 to infer it")
-    return CompilationFields(
-        token_budgets=_read_budgets(compilation_config),
-        max_items=items,
-        max_frames=frames,
-        enabled=enabled,
-    )
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_count(name: str, value: Any, otherwise: str) -> None:
+def _count(name: str, value: Any, otherwise: str) -> int:
     if not _is_int(value) or value < 0:
         raise ValueError(
             f"{name}: got {value!r}; use a positive integer, or {otherwise}"
         )
+    return int(value)
 
 
 def _read_budgets(compilation_config: Any) -> tuple[int, ...]:
