@@ -61,6 +61,7 @@ class BufferArena:
             storages[key] = storage
         return storage[:numel].view(shape)
 
+    @torch.inference_mode()
     def poison(self) -> None:
         """Fills every floating-point input with NaN and every uint8 input with
         255, to show that nothing of an earlier replay is read."""

@@ -8,7 +8,8 @@ what a model's inputs look like is its adapter's business.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,6 +25,9 @@ from vllm_encoder_cg.planner import Plan, Planner, SubBatch
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 
 logger = init_logger(__name__)
+
+Observer: TypeAlias = Callable[[EncoderBatch, Plan, list[torch.Tensor] | None], None]
+"""Takes a batch, its plan, and what ``execute`` is about to return for it."""
 
 
 class EncoderCudaGraphManager:
@@ -53,6 +57,8 @@ class EncoderCudaGraphManager:
         self.adapter: EncoderAdapter
         self.adapter, self.inactive_reason = adapt(model, vllm_config)
         self.stats = EncoderStats()
+        self.observer: Observer | None = None
+        """Called after each planned batch; None: nobody."""
         self._graphs = GraphSet.empty(self.device)
         self._planner: Planner | None = None
         self._unchecked: set[GraphKey] = set()
@@ -197,16 +203,18 @@ class EncoderCudaGraphManager:
             self.stats.count_unsupported()
             return None
         plan = planner.plan(batch.specs)
-        outputs: list[torch.Tensor | None] = [None] * len(batch.specs)
+        result: list[torch.Tensor] | None = None
         if not _wholly_eager(plan):
+            outputs: list[torch.Tensor | None] = [None] * len(batch.specs)
             with torch.inference_mode():
                 for sub_batch in plan.sub_batches:
                     self._run(batch, sub_batch, outputs)
+            result = [output for output in outputs if output is not None]
         self.stats.count_plan(plan)
         self._maybe_log()
-        if _wholly_eager(plan):
-            return None
-        return [output for output in outputs if output is not None]
+        if self.observer is not None:
+            self.observer(batch, plan, result)
+        return result
 
     def _run(
         self,
@@ -310,7 +318,8 @@ class EncoderCudaGraphManager:
         message = (
             f"Encoder CUDA graph ({mismatch.key}) of {type(self.model).__name__} "
             f"differs from eager by {mismatch.error:.2e} (relative norm; allowed: "
-            f"{mismatch.tolerance:.0e}; attention backend: {self.adapter.backend_name()})"
+            f"{mismatch.tolerance:.0e}; attention backend: "
+            f"{self.adapter.backend_name()})"
         )
         if self.settings.on_mismatch == "raise" and not self.is_captured():
             raise RuntimeError(

@@ -229,15 +229,14 @@ class PackedTowerAdapter(EncoderAdapter):
         }
 
     def parse(self, mm_kwargs: dict[str, Any]) -> EncoderBatch | None:
-        for modality, grid_key in self.grid_keys.items():
-            if grid_key in mm_kwargs:
-                break
-        else:
+        present = [m for m, key in self.grid_keys.items() if key in mm_kwargs]
+        if len(present) != 1:
             return None
+        modality = present[0]
         pixels = mm_kwargs.get(self.pixel_keys[modality])
         if not isinstance(pixels, torch.Tensor):
             return None
-        grids = self.read_grids(mm_kwargs[grid_key])
+        grids = self.read_grids(mm_kwargs[self.grid_keys[modality]])
         merge = self.merge_size
         specs: list[EncoderItemSpec] = []
         for t, h, w in grids:
