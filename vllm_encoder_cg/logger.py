@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 _PACKAGE = "vllm_encoder_cg"
 
@@ -27,3 +28,15 @@ def use_vllm_logging() -> None:
     logging configuration may still name ``vllm_encoder_cg``.
     """
     logging.getLogger(_PACKAGE).parent = logging.getLogger("vllm")
+
+
+def info_early(logger: logging.Logger, message: str, *args: object) -> None:
+    """As ``logger.info``, and seen where no logging has been configured yet.
+
+    ``LLM(...)`` loads plug-ins before vLLM configures its logging; Python drops
+    INFO there, while it prints warnings.
+    """
+    if logger.hasHandlers():
+        logger.info(message, *args, stacklevel=2)
+    else:
+        print(message % args, file=sys.stderr)

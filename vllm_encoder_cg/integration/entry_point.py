@@ -7,7 +7,7 @@ import threading
 
 from vllm_encoder_cg import __version__
 from vllm_encoder_cg.integration import environment
-from vllm_encoder_cg.logger import init_logger, use_vllm_logging
+from vllm_encoder_cg.logger import info_early, init_logger, use_vllm_logging
 
 logger = init_logger(__name__)
 
@@ -52,7 +52,8 @@ def _register() -> None:
     use_vllm_logging()
     environment.announce_to_vllm(vllm.envs.environment_variables)
     if environment.is_set(environment.DISABLE):
-        logger.info(
+        info_early(
+            logger,
             "vllm-encoder-cg %s is switched off by %s; vLLM is unchanged.",
             __version__,
             environment.DISABLE,
