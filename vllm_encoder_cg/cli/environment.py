@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands set before they import vLLM, and what they find out first."""
+
+from __future__ import annotations
+
+import os
+
+
+def prepare_vllm(*, offline: bool, verbose: bool = False) -> None:
+    """Chooses how vLLM logs and where it looks; call it before importing vLLM.
+
+    Variables that the user has set are left alone.
+
+    Args:
+        offline: nothing is to be fetched: the checkpoint is one of ours.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
+    # The engine in this process, so that its encoder can be looked at.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if offline:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def has_gpu() -> bool:
+    """Whether vLLM will run on a GPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda_alike())

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables on the terminal, results as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH_OF_A_FILE = 150
+
+console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+
+
+def make_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table; the columns named in `numbers` are aligned right."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        if column in numbers:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
+    return table
+
+
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Writes `content` where a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        console.print(f"written to {path}")
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Ends the command with an error; 2: it could not do what was asked."""
+    print(f"vllm-encoder-cg: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}"

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-encoder-cg verify``: is the encoder by graph what it is eagerly?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Option
+
+from vllm_encoder_cg.cli.encoder import EncoderOptions, captured_encoder
+from vllm_encoder_cg.cli.environment import prepare_vllm
+from vllm_encoder_cg.cli.output import (
+    console,
+    fail,
+    make_table,
+    percent,
+    write_json,
+    yes,
+)
+from vllm_encoder_cg.verification_cases import FULL_SIDE, Case, parse_items
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vllm_encoder_cg.manager import EncoderCudaGraphManager
+    from vllm_encoder_cg.verification import CaseResult
+
+_COLUMNS = (
+    "case",
+    "items",
+    "tokens",
+    "hits",
+    "eager",
+    "budgets",
+    "padding",
+    "worst difference",
+    "bitwise",
+    "ok",
+)
+_NUMBERS = ("tokens", "hits", "eager", "padding", "worst difference")
+
+
+def verify(
+    model: Annotated[
+        str | None, Option(help="Checkpoint: a name or folder, as vLLM takes it.")
+    ] = None,
+    architecture: Annotated[
+        str | None,
+        Option(help="Instead of a checkpoint: a sample of this architecture."),
+    ] = None,
+    vision: Annotated[
+        Literal["small", "released"],
+        Option(help="Tower of the sample: small, or of the released checkpoint."),
+    ] = "small",
+    backend: Annotated[
+        str | None, Option(help="Encoder attention backend, e.g. FLASH_ATTN.")
+    ] = None,
+    items: Annotated[
+        str | None,
+        Option(
+            help="Instead of the default cases: media by size in pixels, e.g. "
+            "'640x480,336x336*4,video:16x448x448'."
+        ),
+    ] = None,
+    random_weights: Annotated[
+        bool, Option("--random-weights", help="Do not read the checkpoint's weights.")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        Option(help="Default: float32 on a CPU, otherwise what vLLM chooses."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        Option(help="Largest automatic budget. Default: 16384; a small sample: 1024."),
+    ] = None,
+    budgets: Annotated[
+        str | None, Option(help="Token budgets instead of the automatic ones: 64,256.")
+    ] = None,
+    largest_side: Annotated[
+        int | None,
+        Option(
+            help="Longest side, in pixels, of the default cases. Default: 2048; a "
+            "small sample: 512."
+        ),
+    ] = None,
+    batches: Annotated[int, Option(help="Random batches in a row.")] = 100,
+    poison: Annotated[
+        bool, Option("--poison", help="Fill buffers with NaN before every call.")
+    ] = False,
+    tolerance: Annotated[
+        float | None,
+        Option(
+            help="Largest relative norm of the difference, per item. Default: 1e-4 "
+            "in float32, 1e-2 in float16, 2e-2 in bfloat16."
+        ),
+    ] = None,
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code")] = False,
+    seed: Annotated[int, Option(help="Of inputs and random weights.")] = 0,
+    json: Annotated[
+        Path | None, Option("--json", help="Write the results to this file.")
+    ] = None,
+    verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
+) -> None:
+    """Compare an encoder by graph with the same encoder run eagerly.
+
+    Builds the model alone, without an engine, captures its encoder and runs a
+    list of cases both ways.  Exit code: 0 if all are equal within the tolerance,
+    1 if one is not, 2 if there was nothing to compare.
+    """
+    try:
+        given = parse_items(items) if items else None
+        options = EncoderOptions(
+            model=model,
+            architecture=architecture,
+            vision=vision,
+            backend=backend,
+            random_weights=random_weights,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            budgets=_parse_budgets(budgets),
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+        )
+    except ValueError as error:
+        fail(str(error))
+    prepare_vllm(offline=model is None, verbose=verbose)
+
+    from vllm_encoder_cg.verification import Verifier, standard_cases
+
+    with captured_encoder(options) as manager:
+        try:
+            verifier = Verifier(manager, tolerance=tolerance, seed=seed)
+        except ValueError as error:
+            fail(str(error))
+        cases = (
+            [given]
+            if given
+            else standard_cases(
+                manager,
+                largest_side=largest_side or (512 if options.is_small else FULL_SIDE),
+                random_batches=batches,
+                seed=seed,
+            )
+        )
+        if poison:
+            cases = [replace(case, poison=True) for case in cases]
+        results = _run(verifier, cases)
+        console.print(_table(manager, results, verifier.tolerance))
+        problems = _problems(manager, results)
+        for problem in problems:
+            console.print(problem, markup=False)
+        write_json(
+            json,
+            _describe(manager)
+            | {
+                "tolerance": verifier.tolerance,
+                "ok": not problems,
+                "problems": problems,
+                "cases": [result.as_dict() for result in results],
+                "statistics": manager.get_cumulative_stats(),
+            },
+        )
+    if problems:
+        raise SystemExit(1)
+    console.print(f"all {len(results)} cases equal eager within the tolerance")
+
+
+def _parse_budgets(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"budgets: got {text!r}; use integers: 64,256,1024") from None
+
+
+def _run(verifier: Any, cases: list[Case]) -> list[CaseResult]:
+    results = []
+    with console.status("") as status:
+        for case in cases:
+            status.update(case.name)
+            results.append(verifier.run(case))
+    return results
+
+
+def _problems(manager: EncoderCudaGraphManager, results: list[CaseResult]) -> list[str]:
+    problems = [
+        f"{result.case}: {problem}" for result in results for problem in result.problems
+    ]
+    problems += [f"graph not usable: {key}" for key in _dropped(manager)]
+    if not any(result.hits for result in results):
+        problems.append("no item went through a graph")
+    return problems
+
+
+def _dropped(manager: EncoderCudaGraphManager) -> list[str]:
+    return list(manager.get_cumulative_stats()["dropped_graphs"])
+
+
+def _describe(manager: EncoderCudaGraphManager) -> dict[str, Any]:
+    return {
+        "architecture": type(manager.model).__name__,
+        "device": str(manager.device),
+        "dtype": str(manager.dtype).removeprefix("torch."),
+        "attention_backend": manager.adapter.backend_name(),
+        "max_items": manager.budgets.limits.max_items,
+        "max_frames": manager.budgets.limits.max_frames,
+    }
+
+
+def _table(
+    manager: EncoderCudaGraphManager, results: list[CaseResult], tolerance: float
+) -> Table:
+    about = _describe(manager)
+    table = make_table(
+        f"{about['architecture']} on {about['device']}, {about['dtype']}, "
+        f"{about['attention_backend']}: {len(manager.token_budgets)} budgets from "
+        f"{min(manager.token_budgets)} to {max(manager.token_budgets)} tokens; "
+        f"tolerance {tolerance:.0e}",
+        _COLUMNS,
+        _NUMBERS,
+    )
+    for result in results:
+        table.add_row(
+            result.case,
+            result.items,
+            str(result.tokens),
+            str(result.hits),
+            str(result.eager),
+            _budgets(result.budgets),
+            percent(result.padding),
+            f"{result.error:.1e}",
+            yes(result.bitwise),
+            "ok" if result.ok else "DIFFERS",
+        )
+    return table
+
+
+def _budgets(budgets: list[int]) -> str:
+    if len(budgets) <= 4:
+        return " + ".join(map(str, budgets))
+    return f"{len(budgets)} replays, {min(budgets)} to {max(budgets)}"

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random encoder inputs for images and videos of given pixel sizes.
+
+The keyword arguments of ``embed_multimodal`` as a model's processor would make
+them, without the processor and at any size.  How they look depends on the
+family of the adapter's tower: each family has a maker, found by the adapter's
+base classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
+
+ImageSize = tuple[int, int]
+"""(width, height) in pixels."""
+VideoSize = tuple[int, int, int]
+"""(frames, width, height)."""
+
+
+class InputMaker(Protocol):
+    """Makes inputs for the adapters of one tower family."""
+
+    def images(
+        self, adapter: Any, sizes: Sequence[ImageSize], generator: torch.Generator
+    ) -> dict[str, Any]:
+        """Keyword arguments of a batch of images."""
+        ...
+
+    def videos(
+        self, adapter: Any, clips: Sequence[VideoSize], generator: torch.Generator
+    ) -> dict[str, Any]:
+        """Keyword arguments of a batch of videos."""
+        ...
+
+
+_MAKERS: dict[type[EncoderAdapter], InputMaker] = {}
+
+
+def register_maker(base: type[EncoderAdapter], maker: InputMaker) -> None:
+    """Uses `maker` for `base` and for those of its subclasses that have no nearer
+    one."""
+    _MAKERS[base] = maker
+
+
+def image_batch(
+    adapter: EncoderAdapter, sizes: Sequence[ImageSize], seed: int
+) -> dict[str, Any]:
+    """Keyword arguments of ``embed_multimodal`` for random images.
+
+    Args:
+        sizes: (width, height) in pixels; rounded down to whole patches, at
+            least one output token.
+        seed: equal seeds give equal values on one kind of device.
+
+    Raises:
+        NotImplementedError: the adapter's family has no maker.
+    """
+    return _find_maker(adapter).images(adapter, sizes, _generator(adapter, seed))
+
+
+def video_batch(
+    adapter: EncoderAdapter, clips: Sequence[VideoSize], seed: int
+) -> dict[str, Any]:
+    """Likewise for random videos of (frames, width, height)."""
+    return _find_maker(adapter).videos(adapter, clips, _generator(adapter, seed))
+
+
+def _find_maker(adapter: EncoderAdapter) -> InputMaker:
+    for cls in type(adapter).__mro__:
+        if cls in _MAKERS:
+            return _MAKERS[cls]
+    raise NotImplementedError(
+        f"no random inputs for {type(adapter).__name__}: none of its base classes "
+        "has a maker in vllm_encoder_cg.samples.encoder_inputs"
+    )
+
+
+def _generator(adapter: EncoderAdapter, seed: int) -> torch.Generator:
+    device = next(adapter.model.parameters()).device
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def random_values(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Uniform bytes for uint8, else standard normal: the scale that processors
+    normalise pixels to."""
+    if dtype == torch.uint8:
+        return torch.randint(
+            0, 256, shape, dtype=dtype, device=generator.device, generator=generator
+        )
+    values = torch.randn(shape, device=generator.device, generator=generator)
+    return values.to(dtype)
+
+
+class PackedInputs:
+    """Patches of all items as rows, one grid per item."""
+
+    def images(
+        self,
+        adapter: PackedTowerAdapter,
+        sizes: Sequence[ImageSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        return self._batch(adapter, "image", [(1, *size) for size in sizes], generator)
+
+    def videos(
+        self,
+        adapter: PackedTowerAdapter,
+        clips: Sequence[VideoSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        return self._batch(adapter, "video", clips, generator)
+
+    def _batch(
+        self,
+        adapter: PackedTowerAdapter,
+        modality: str,
+        items: Sequence[VideoSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        vision = adapter.vllm_config.model_config.hf_config.vision_config
+        merge = adapter.merge_size
+        block = vision.patch_size * merge
+        # Images are repeated to fill one temporal patch, so they have one frame.
+        frames_per_patch = getattr(vision, "temporal_patch_size", 1)
+        grids = [
+            (
+                -(-frames // frames_per_patch),
+                max(1, height // block) * merge,
+                max(1, width // block) * merge,
+            )
+            for frames, width, height in items
+        ]
+        rows = sum(t * h * w for t, h, w in grids)
+        return {
+            adapter.pixel_keys[modality]: random_values(
+                (rows, adapter.pixel_width), adapter.pixel_dtype, generator
+            ),
+            adapter.grid_keys[modality]: torch.tensor(grids),
+        }
+
+
+register_maker(PackedTowerAdapter, PackedInputs())
