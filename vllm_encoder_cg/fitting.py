@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from operator import truediv
 
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.definitions import GraphCapacity, GraphKey
@@ -18,60 +22,96 @@ class GraphTable:
     """
 
     def __init__(
-        self, graphs: Mapping[GraphKey, GraphCapacity], costs: CostModel | None
+        self, graphs: Mapping[GraphKey, GraphCapacity], costs: CostModel
     ) -> None:
         ordered = sorted(
             graphs.items(), key=lambda entry: (entry[1].tokens, entry[0].token_budget)
         )
         self.keys = [key for key, _ in ordered]
         self.tokens = [capacity.tokens for _, capacity in ordered]
-        self.items = [capacity.items for _, capacity in ordered]
         self.names = tuple(sorted({n for _, c in ordered for n in c.extra}))
         """Further demands that any of the graphs limits."""
-        self._extra = [
-            tuple(capacity.extra.get(name, sys.maxsize) for name in self.names)
-            for _, capacity in ordered
+        self._limits = [
+            (c.items, *(c.extra.get(name, sys.maxsize) for name in self.names))
+            for _, c in ordered
         ]
-        self.costs = [
-            float(key.token_budget) if costs is None else costs.replay_cost(key)
-            for key in self.keys
+        # Per limit, the least, and the least in proportion to tokens.
+        self._tightest = [
+            (
+                min(limits),
+                *min(
+                    zip(limits, self.tokens, strict=True),
+                    key=lambda pair: Fraction(*pair),
+                ),
+            )
+            for limits in zip(*self._limits, strict=True)
         ]
-        """Cost of a replay; without a cost model the budget."""
-        self._best_alone = self._find_best_alone()
+        self.costs = [costs.replay_cost(key) for key in self.keys]
+        """Cost of a replay."""
+        # Up to each graph, the least cost of a token of capacity.
+        self._rate = list(accumulate(map(truediv, self.costs, self.tokens), min))
+        # Per graph, what one token more than the next smaller one holds costs at
+        # least, and whether this graph is the cheapest way to hold it.
+        self._floor: list[float] = []
+        for k in range(len(self.costs)):
+            needed = self.tokens[k - 1] + 1 if k else 1
+            self._floor.append(min(min(self.costs[k:]), self._price_parts(k, needed)))
+        self._best_alone = [
+            cost <= floor for cost, floor in zip(self.costs, self._floor, strict=True)
+        ]
 
-    def fit(self, tokens: int, items: int, extra: Sequence[int]) -> int:
+    def fit(self, tokens: int, others: Sequence[int]) -> int:
         """The smallest graph that holds a demand; -1 if none does.
 
         Args:
-            extra: demands by the order of ``names``.
+            others: the number of items, then the demands in the order of
+                ``names``; empty if they are known not to matter (``only_tokens``).
         """
         for position in range(bisect_left(self.tokens, tokens), len(self.tokens)):
-            if items <= self.items[position] and all(
-                map(int.__le__, extra, self._extra[position])
-            ):
+            for needed, limit in zip(others, self._limits[position], strict=False):
+                if needed > limit:
+                    break
+            else:
                 return position
         return -1
 
-    def best_alone(self, position: int, tokens: int) -> bool:
-        """Whether no other graphs hold `tokens` tokens together for less than one
-        replay of the graph at `position`.  May say no where it is so."""
-        return self._best_alone[position] and (
-            position == 0 or tokens > self.tokens[position - 1]
+    def only_tokens(
+        self, tokens: Sequence[int], others: Sequence[Sequence[int]]
+    ) -> bool:
+        """Whether a graph that holds the tokens of any of these items together
+        also holds whatever else they take.  May say no where it is so.
+
+        Args:
+            tokens: per item.
+            others: per demand, in the order that ``fit`` takes them, per item.
+        """
+        return all(
+            sum(demands) <= least
+            or all(d * held <= limit * t for d, t in zip(demands, tokens, strict=True))
+            for demands, (least, limit, held) in zip(
+                others, self._tightest, strict=True
+            )
         )
 
-    def _find_best_alone(self) -> list[bool]:
-        # cheapest[k]: least cost of any number of graphs that together hold one
-        # token more than graph k - 1 does.
-        cheapest: list[float] = []
-        alone = []
-        for k, cost in enumerate(self.costs):
-            needed = self.tokens[k - 1] + 1 if k else 1
-            least = min(self.costs[k:])
-            for i in range(k):
-                rest = needed - self.tokens[i]
-                least = min(
-                    least, self.costs[i] + cheapest[bisect_left(self.tokens, rest)]
-                )
-            cheapest.append(least)
-            alone.append(cost <= least)
-        return alone
+    def best_alone(self, position: int, tokens: int) -> bool:
+        """Whether no other graphs hold `tokens` tokens, together or alone, for less
+        than one replay of the graph at `position`.  May say no where it is so."""
+        if position and tokens <= self.tokens[position - 1]:
+            return False
+        if self._best_alone[position]:
+            return True
+        cost = self.costs[position]
+        return cost <= min(
+            min(self.costs[position:]), self._price_parts(position, tokens)
+        )
+
+    def _price_parts(self, position: int, tokens: int) -> float:
+        """What several graphs below `position` that together hold `tokens` tokens
+        cost at least."""
+        least = math.inf
+        for i in range(position):
+            # Graph i as the largest; what it leaves goes to graphs up to it.
+            rest = tokens - self.tokens[i]
+            floor = self._floor[bisect_left(self.tokens, rest)]
+            least = min(least, self.costs[i] + max(floor, rest * self._rate[i]))
+        return least

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import add
+from typing import NamedTuple
 
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.definitions import EncoderItemSpec
@@ -14,13 +16,13 @@ from vllm_encoder_cg.fitting import GraphTable
 Range = tuple[int, int]
 """Begin and end of a sub-batch within a run."""
 
-# Trying every cut takes quadratic time: half a millisecond at 32 items.
+# Trying every cut takes quadratic time.
 _MAX_ITEMS_FOR_EVERY_CUT = 32
 
 
 class Run:
     """Items that may share graphs, smallest first: equal axis keys, the same
-    paths by graph.  Each of them fits a graph of each of those paths alone.
+    paths by graph.  Each of them alone fits a graph of each of those paths.
 
     Sums over consecutive items are differences of running sums.
     """
@@ -31,6 +33,7 @@ class Run:
         specs: Sequence[EncoderItemSpec],
         tokens: Mapping[str, Sequence[int]],
         tables: Mapping[str, GraphTable],
+        costs: CostModel,
     ) -> None:
         """
         Args:
@@ -45,17 +48,16 @@ class Run:
             for path, values in tokens.items()
         }
         """Per path, sums over the first n items; 0 first."""
-        self._columns = [
-            (
-                table,
-                self.tokens[path],
-                [
-                    _running([specs[i].demand.get(name, 0) for i in order])
-                    for name in table.names
-                ],
-            )
-            for path, table in tables.items()
-        ]
+        self.costs = costs
+        self._columns = []
+        for path, table in tables.items():
+            others = [[1] * len(order)]
+            for name in table.names:
+                others.append([specs[i].demand.get(name, 0) for i in order])
+            if table.only_tokens([tokens[path][i] for i in order], others):
+                others = []
+            sums = [_running(demands) for demands in others]
+            self._columns.append((table, self.tokens[path], sums))
         self._eager = [
             (path, sums) for path, sums in self.tokens.items() if path not in tables
         ]
@@ -66,143 +68,158 @@ class Run:
     def fit(self, begin: int, end: int) -> list[int] | None:
         """Per path by graph, the smallest graph that holds the items from `begin`
         to `end`, -1 where they have nothing; None if some path has none."""
-        picks = []
-        for table, sums, extras in self._columns:
-            tokens = sums[end] - sums[begin]
-            if not tokens:
-                picks.append(-1)
-                continue
-            pick = table.fit(tokens, end - begin, [e[end] - e[begin] for e in extras])
-            if pick < 0:
-                return None
-            picks.append(pick)
-        return picks
+        positions = []
+        for table, sums, others in self._columns:
+            position = -1
+            if tokens := sums[end] - sums[begin]:
+                position = table.fit(tokens, [o[end] - o[begin] for o in others])
+                if position < 0:
+                    return None
+            positions.append(position)
+        return positions
 
-    def budgets(self, picks: Sequence[int]) -> int:
-        """Sum of the budgets of the graphs that ``fit`` picked."""
-        return sum(
-            table.keys[pick].token_budget
-            for (table, _, _), pick in zip(self._columns, picks, strict=True)
-            if pick >= 0
-        )
-
-    def cost(self, begin: int, end: int, costs: CostModel) -> float | None:
+    def cost(self, begin: int, end: int) -> float | None:
         """Cost of the items from `begin` to `end` as one sub-batch; None if they
         do not fit together."""
-        picks = self.fit(begin, end)
-        if picks is None:
+        positions = self.fit(begin, end)
+        if positions is None:
             return None
         cost = 0.0
-        for (table, _, _), pick in zip(self._columns, picks, strict=True):
-            if pick >= 0:
-                cost += table.costs[pick]
+        for column, position in zip(self._columns, positions, strict=True):
+            if position >= 0:
+                cost += column[0].costs[position]
         for path, sums in self._eager:
-            if sums[end] > sums[begin]:
-                cost += costs.eager_cost(path, sums[end] - sums[begin])
+            if tokens := sums[end] - sums[begin]:
+                cost += self.costs.eager_cost(path, tokens)
         return cost
+
+    def costs_until(self, end: int) -> list[float]:
+        """``cost(begin, end)`` for `begin` from ``end - 1`` downwards, as far as
+        the items fit together."""
+        if len(self._columns) == 1 and not self._eager and not self._columns[0][2]:
+            # All that most models need, and most of the time that planning takes.
+            table, sums, _ = self._columns[0]
+            held, costs, total = table.tokens, table.costs, sums[end]
+            first = bisect_left(sums, total - held[-1])
+            return [
+                costs[bisect_left(held, total - before)]
+                for before in sums[first:end][::-1]
+            ]
+        found = []
+        for begin in range(end - 1, -1, -1):
+            cost = self.cost(begin, end)
+            if cost is None:
+                break  # nor would more items fit
+            found.append(cost)
+        return found
 
 
 def pack_greedily(run: Run) -> list[Range]:
     """Fills each sub-batch, smallest items first.
 
-    A sub-batch ends before an item that does not fit, and before one that takes
-    no smaller budgets alone than everything so far, if the two apart take
-    smaller budgets than together.
+    A sub-batch ends before an item that does not fit, and before one that costs
+    no less alone than everything so far, if the two cost less apart than
+    together.
     """
     cuts = [0]
-    budgets = 0
+    before = 0.0
     for end in range(1, len(run) + 1):
-        begin = cuts[-1]
-        together = run.fit(begin, end)
-        merged = run.budgets(together) if together is not None else 0
-        if end - begin > 1:
-            picks = run.fit(end - 1, end)
-            assert picks is not None  # every item of a run fits alone
-            alone = run.budgets(picks)
-            if together is None or (budgets <= alone and budgets + alone < merged):
+        together = run.cost(cuts[-1], end)
+        if end - 1 > cuts[-1]:
+            alone = run.cost(end - 1, end)
+            assert alone is not None  # every item of a run fits alone
+            if together is None or (before <= alone and before + alone < together):
                 cuts.append(end - 1)
-                merged = alone
-        budgets = merged
+                together = alone
+        assert together is not None
+        before = together
     return list(pairwise([*cuts, len(run)]))
 
 
-def pack_cheaply(run: Run, costs: CostModel, pooled: Mapping[str, int]) -> list[Range]:
-    """The cheapest ranges found; the items outside of them join the items that
-    are encoded eagerly together, of which there already are `pooled` tokens per
-    path.
+class _Prefix(NamedTuple):
+    """The cheapest way found to cut the first n items of a run."""
+
+    cost: float
+    parts: int
+    """Sub-batches."""
+    since: int
+    """Where the last of them begins."""
+
+
+def pack_cheaply(run: Run, pooled: Mapping[str, int]) -> list[Range]:
+    """The cheapest ranges found; items outside of them are to join those that
+    are encoded eagerly together, which already have `pooled` tokens per path.
 
     Tried are, for each number of largest items to leave out, the cheapest cuts of
-    the others, and then leaving out any single sub-batch.  Equal costs prefer
-    fewer sub-batches, then graphs.
+    the others, and then leaving out any one of their sub-batches too.  Equal costs
+    prefer fewer sub-batches, then graphs.
     """
-    kept: list[Range] = []
-    least = (math.inf, 0)
-    for cost, ranges in reversed(_cheapest_prefixes(run, costs)):
-        found = _total(run, costs, pooled, ranges, cost)
-        if found < least or not kept:
-            kept, least = ranges, found
-    for candidate in reversed(kept):
-        fewer = [r for r in kept if r != candidate]
-        cost = sum(run.cost(*r, costs) or 0.0 for r in fewer)
-        found = _total(run, costs, pooled, fewer, cost)
-        if found < least:
-            kept, least = fewer, found
+    if len(run) <= _MAX_ITEMS_FOR_EVERY_CUT:
+        prefixes = _every_cut(run)
+    else:
+        prefixes = _greedy_cuts(run)
+
+    def pool_cost(end: int, ranges: Sequence[Range] = ()) -> tuple[float, int]:
+        """Cost and number of sub-batches of the items from `end` on and those of
+        `ranges` in the pool."""
+        cost = 0.0
+        count = 0
+        for path, sums in run.tokens.items():
+            left = pooled.get(path, 0) + sums[-1] - sums[end]
+            left += sum(sums[stop] - sums[start] for start, stop in ranges)
+            if left:
+                cost += run.costs.eager_cost(path, left)
+                count = 1
+        return cost, count
+
+    least, chosen = None, 0
+    for end in reversed(prefixes):
+        cost, count = pool_cost(end)
+        found = (prefixes[end].cost + cost, prefixes[end].parts + count)
+        if least is None or found < least:
+            least, chosen = found, end
+
+    ranges: list[Range] = []
+    end = chosen
+    while end:
+        ranges.append((prefixes[end].since, end))
+        end = prefixes[end].since
+    kept = ranges[::-1]
+    for candidate in ranges:
+        others = [r for r in ranges if r != candidate]
+        cost, count = pool_cost(chosen, [candidate])
+        found = (cost + sum(run.cost(*r) or 0.0 for r in others), count + len(others))
+        if least is None or found < least:
+            least, kept = found, others[::-1]
     return kept
 
 
-def _total(
-    run: Run,
-    costs: CostModel,
-    pooled: Mapping[str, int],
-    ranges: Sequence[Range],
-    cost: float,
-) -> tuple[float, int]:
-    """Cost and number of sub-batches with everything outside `ranges` pooled."""
-    pool = dict(pooled)
-    for path, sums in run.tokens.items():
-        kept = sum(sums[end] - sums[begin] for begin, end in ranges)
-        pool[path] = pool.get(path, 0) + sums[-1] - kept
-    eager = [costs.eager_cost(path, tokens) for path, tokens in pool.items() if tokens]
-    return cost + sum(eager), len(ranges) + bool(eager)
-
-
-def _cheapest_prefixes(run: Run, costs: CostModel) -> list[tuple[float, list[Range]]]:
-    """For each way to leave out the largest items, the cheapest ranges found for
-    the others with their cost; from no items to the whole run.
-
-    Every cut is tried for short runs; the greedy cuts serve for longer ones, of
-    which only whole sub-batches are left out.
-    """
-    if len(run) > _MAX_ITEMS_FOR_EVERY_CUT:
-        return _greedy_prefixes(run, costs)
-    best = [(0.0, 0)]
-    origin = [0]
+def _every_cut(run: Run) -> dict[int, _Prefix]:
+    """The cheapest cuts of every prefix, by its length, ascending."""
+    totals = [0.0]
+    parts = [0]
+    since = [0]
     for end in range(1, len(run) + 1):
-        found: tuple[float, int] | None = None
-        since = end - 1
-        for begin in range(end - 1, -1, -1):
-            cost = run.cost(begin, end, costs)
-            if cost is None:
-                break  # nor would more items fit
-            candidate = (best[begin][0] + cost, best[begin][1] + 1)
-            if found is None or candidate < found:
-                found, since = candidate, begin
-        assert found is not None  # every item of a run fits alone
-        best.append(found)
-        origin.append(since)
-    prefixes = []
-    for end, (cost, _) in enumerate(best):
-        cuts = [end]
-        while cuts[-1]:
-            cuts.append(origin[cuts[-1]])
-        prefixes.append((cost, list(pairwise(reversed(cuts)))))
+        found = list(map(add, reversed(totals), run.costs_until(end)))
+        least = min(found)
+        begins = [end - 1 - i for i, total in enumerate(found) if total == least]
+        begin = min(begins, key=parts.__getitem__)
+        totals.append(least)
+        parts.append(parts[begin] + 1)
+        since.append(begin)
+    return {
+        n: _Prefix(*p) for n, p in enumerate(zip(totals, parts, since, strict=True))
+    }
+
+
+def _greedy_cuts(run: Run) -> dict[int, _Prefix]:
+    """The greedy cuts, by the lengths of the prefixes that they end."""
+    prefixes = {0: _Prefix(0.0, 0, 0)}
+    for begin, end in pack_greedily(run):
+        before = prefixes[begin]
+        cost = run.cost(begin, end) or 0.0
+        prefixes[end] = _Prefix(before.cost + cost, before.parts + 1, begin)
     return prefixes
-
-
-def _greedy_prefixes(run: Run, costs: CostModel) -> list[tuple[float, list[Range]]]:
-    ranges = pack_greedily(run)
-    totals = accumulate((run.cost(*r, costs) or 0.0 for r in ranges), initial=0.0)
-    return [(cost, ranges[:count]) for count, cost in enumerate(totals)]
 
 
 def _running(values: Iterable[int]) -> list[int]:

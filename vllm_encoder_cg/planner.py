@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from vllm_encoder_cg.costs import CostModel
+from vllm_encoder_cg.costs import CostModel, TokenCosts
 from vllm_encoder_cg.definitions import (
     AxisKeys,
     EagerReason,
@@ -62,6 +62,9 @@ class Plan:
 
 _EMPTY = Plan(())
 
+_Tokens = dict[str, list[int]]
+"""Per path, the tokens of each item."""
+
 
 class Planner:
     """Makes plans for the graphs that exist.
@@ -75,11 +78,10 @@ class Planner:
     the other runs eagerly for a sub-batch of such items.
 
     Without a cost model, packing is greedy: smallest first, as long as the sums
-    fit, and closing a sub-batch early before an item that outweighs it if that
-    lowers the summed budgets.  With one, the cheapest of several plans is taken
-    (``packing.py``), which may encode more items eagerly; it never costs more
-    than the greedy plan.  If one sub-batch takes the whole batch, its items are
-    in the order of the batch.
+    fit, closing a sub-batch early before an item that outweighs it if two replays
+    then cost less than one by ``TokenCosts``.  With one, the cheapest of several
+    plans is taken (``packing.py``), which may encode more items eagerly; it never
+    costs more than the greedy plan.
     """
 
     def __init__(
@@ -97,10 +99,11 @@ class Planner:
             costs: None: greedy packing.
         """
         self._paths = tuple(paths)
-        self._costs = costs
+        self._greedy = costs is None
+        self._costs = TokenCosts() if costs is None else costs
         usable = {k: c for k, c in capacities.items() if k not in dropped}
-        self._tables = _make_tables(usable, self._paths, costs)
-        self._dropped = _make_tables(dropped, self._paths, None)
+        self._tables = _make_tables(usable, self._paths, self._costs)
+        self._dropped = _make_tables(dropped, self._paths, self._costs)
 
     def plan(self, specs: Sequence[EncoderItemSpec]) -> Plan:
         """A plan for a batch; empty for an empty batch."""
@@ -113,15 +116,13 @@ class Planner:
         return self._plan_whole(specs, tokens) or self._plan_parts(specs, tokens)
 
     def _plan_whole(
-        self, specs: Sequence[EncoderItemSpec], tokens: dict[str, list[int]]
+        self, specs: Sequence[EncoderItemSpec], tokens: _Tokens
     ) -> Plan | None:
         """All items through one graph per path, or all eagerly if that costs
         less; None where another plan might be cheaper, or must be made."""
+        if not _alike(specs, tokens):
+            return None
         axis_keys = specs[0].axis_keys
-        if any(spec.axis_keys != axis_keys for spec in specs):
-            return None
-        if not all(map(any, zip(*tokens.values(), strict=True))):
-            return None
         steps = {}
         cost = 0.0
         for path, values in tokens.items():
@@ -131,11 +132,10 @@ class Planner:
             table = self._tables.get((path, axis_keys))
             if table is None:
                 return None
-            extra = [
-                sum([spec.demand.get(name, 0) for spec in specs])
-                for name in table.names
-            ]
-            position = table.fit(total, len(specs), extra)
+            others = [len(specs)]
+            for name in table.names:
+                others.append(sum([spec.demand.get(name, 0) for spec in specs]))
+            position = table.fit(total, others)
             if position < 0 or not (
                 len(specs) == 1 or table.best_alone(position, total)
             ):
@@ -143,7 +143,7 @@ class Planner:
             cost += table.costs[position]
             steps[path] = PathStep(table.keys[position], None, total)
         indices = tuple(range(len(specs)))
-        if self._costs is not None:
+        if not self._greedy:
             eager = sum(
                 self._costs.eager_cost(path, step.tokens)
                 for path, step in steps.items()
@@ -153,87 +153,129 @@ class Planner:
                 return Plan((_eager_sub_batch(reasons, tokens),))
         return Plan((SubBatch(indices, steps),))
 
-    def _plan_parts(
-        self, specs: Sequence[EncoderItemSpec], tokens: dict[str, list[int]]
-    ) -> Plan:
+    def _plan_parts(self, specs: Sequence[EncoderItemSpec], tokens: _Tokens) -> Plan:
         """Packs what fits graphs and gathers what does not."""
-        nothing: list[int] = []
-        pool: dict[int, EagerReason] = {}
-        mixed: dict[int, EagerReason] = {}
-        runs: dict[tuple[AxisKeys, tuple[str, ...]], list[int]] = {}
-        for i, spec in enumerate(specs):
-            by_graph, reason = self._classify(spec, {p: tokens[p][i] for p in tokens})
-            if by_graph:
-                runs.setdefault((spec.axis_keys, by_graph), []).append(i)
-                if reason is not None:
-                    mixed[i] = reason
-            elif reason is not None:
-                pool[i] = reason
-            else:
-                nothing.append(i)
-
+        groups = self._group(specs, tokens)
+        pool = groups.pool
         sub_batches = []
-        for (axis_keys, by_graph), members in runs.items():
+        for (axis_keys, by_graph), members in groups.runs.items():
             run = Run(
                 sorted(members, key=lambda i: specs[i].output_tokens),
                 specs,
                 tokens,
                 {path: self._tables[path, axis_keys] for path in by_graph},
+                self._costs,
             )
-            if self._costs is None:
+            if self._greedy:
                 ranges = pack_greedily(run)
             else:
                 pooled = {p: sum(tokens[p][i] for i in pool) for p in tokens}
-                ranges = pack_cheaply(run, self._costs, pooled)
+                ranges = pack_cheaply(run, pooled)
             taken: set[int] = set()
             for begin, end in ranges:
                 taken.update(run.order[begin:end])
-                sub_batches.append(_graph_sub_batch(run, begin, end, mixed))
+                sub_batches.append(_graph_sub_batch(run, begin, end, groups.mixed))
             for i in members:
                 if i not in taken:
-                    pool[i] = mixed.get(i, EagerReason.CHEAPER_EAGERLY)
+                    pool[i] = groups.mixed.get(i, EagerReason.CHEAPER_EAGERLY)
         if pool:
             sub_batches.append(_eager_sub_batch(dict(sorted(pool.items())), tokens))
-        if nothing:
-            sub_batches.append(SubBatch(tuple(nothing), {}))
+        if groups.nothing:
+            sub_batches.append(SubBatch(tuple(groups.nothing), {}))
         return Plan(tuple(sub_batches))
 
+    def _group(self, specs: Sequence[EncoderItemSpec], tokens: _Tokens) -> _Groups:
+        groups = _Groups()
+        if _alike(specs, tokens):
+            # If one item as demanding as all of them in every respect fits, each
+            # of them does.
+            axis_keys = specs[0].axis_keys
+            most = {path: max(values) for path, values in tokens.items()}
+            by_graph, reason = self._classify(specs, axis_keys, most)
+            if reason is None:
+                groups.runs[axis_keys, by_graph] = list(range(len(specs)))
+                return groups
+        for i, spec in enumerate(specs):
+            of_item = {path: values[i] for path, values in tokens.items()}
+            by_graph, reason = self._classify([spec], spec.axis_keys, of_item)
+            if not any(of_item.values()):
+                groups.nothing.append(i)
+            elif reason is not None and not any(of_item[path] for path in by_graph):
+                groups.pool[i] = reason
+            else:
+                groups.runs.setdefault((spec.axis_keys, by_graph), []).append(i)
+                if reason is not None:
+                    groups.mixed[i] = reason
+        return groups
+
     def _classify(
-        self, spec: EncoderItemSpec, tokens: Mapping[str, int]
+        self,
+        specs: Sequence[EncoderItemSpec],
+        axis_keys: AxisKeys,
+        tokens: Mapping[str, int],
     ) -> tuple[tuple[str, ...], EagerReason | None]:
-        """The paths on which a graph holds an item, also where it has nothing
-        there, and why the others do not.  No paths and no reason: no tokens."""
+        """For an item with the largest demands of `specs`, the paths with a graph
+        that holds it, also where it has nothing there, and why others do not."""
         by_graph = []
         eager = []
         for path, count in tokens.items():
-            key = (path, spec.axis_keys)
-            if not count or _holds(self._tables.get(key), spec, count):
+            table = self._tables.get((path, axis_keys))
+            if table is not None and _holds(table, specs, count):
                 by_graph.append(path)
-            elif _holds(self._dropped.get(key), spec, count):
-                eager.append(EagerReason.DROPPED_GRAPH)
-            else:
-                eager.append(EagerReason.ABOVE_EVERY_BUDGET)
-        if not any(tokens[path] for path in by_graph):
-            by_graph = []
+            elif count:
+                dropped = self._dropped.get((path, axis_keys))
+                if dropped is not None and _holds(dropped, specs, count):
+                    eager.append(EagerReason.DROPPED_GRAPH)
+                else:
+                    eager.append(EagerReason.ABOVE_EVERY_BUDGET)
         return tuple(by_graph), min(eager, key=_REASONS.index, default=None)
+
+
+@dataclass
+class _Groups:
+    """The items of a batch by how they can be encoded."""
+
+    runs: dict[tuple[AxisKeys, tuple[str, ...]], list[int]] = field(
+        default_factory=dict
+    )
+    """By axis keys and the paths by graph."""
+    mixed: dict[int, EagerReason] = field(default_factory=dict)
+    """Why the other paths of some of those are not by graph."""
+    pool: dict[int, EagerReason] = field(default_factory=dict)
+    """Eager on every path."""
+    nothing: list[int] = field(default_factory=list)
+    """Without tokens."""
+
+
+def _alike(specs: Sequence[EncoderItemSpec], tokens: _Tokens) -> bool:
+    """Whether all items have equal axis keys, and none is without tokens."""
+    axis_keys = specs[0].axis_keys
+    return all(map(any, zip(*tokens.values(), strict=True))) and not any(
+        spec.axis_keys != axis_keys for spec in specs
+    )
 
 
 def _make_tables(
     graphs: Mapping[GraphKey, GraphCapacity],
     paths: Sequence[str],
-    costs: CostModel | None,
+    costs: CostModel,
 ) -> dict[tuple[str, AxisKeys], GraphTable]:
     grouped: dict[tuple[str, AxisKeys], dict[GraphKey, GraphCapacity]] = {}
     for key, capacity in graphs.items():
-        if key.path in paths:
+        if key.path in paths and capacity.tokens > 0:
             grouped.setdefault((key.path, key.axis_keys), {})[key] = capacity
     return {name: GraphTable(group, costs) for name, group in grouped.items()}
 
 
-def _holds(table: GraphTable | None, spec: EncoderItemSpec, tokens: int) -> bool:
-    if table is None:
-        return False
-    return table.fit(tokens, 1, [spec.demand.get(n, 0) for n in table.names]) >= 0
+def _holds(table: GraphTable, specs: Sequence[EncoderItemSpec], tokens: int) -> bool:
+    """Whether a graph holds one item of `tokens` with the largest demands of
+    `specs`; a demand counts only where there are tokens."""
+    if not tokens:
+        return True
+    others = [1]
+    for name in table.names:
+        others.append(max([spec.demand.get(name, 0) for spec in specs]))
+    return table.fit(tokens, others) >= 0
 
 
 def _graph_sub_batch(
@@ -242,16 +284,17 @@ def _graph_sub_batch(
     """One range of a run; `mixed` has the reasons of its eager paths."""
     indices = tuple(sorted(run.order[begin:end]))
     reasons = {i: mixed[i] for i in indices if i in mixed}
-    picks = iter(run.fit(begin, end) or ())
+    positions = iter(run.fit(begin, end) or ())
     steps = {}
     for path, sums in run.tokens.items():
         total = sums[end] - sums[begin]
         if path not in run.tables:
-            steps[path] = PathStep(None, _first(reasons.values()), total)
+            if total:
+                steps[path] = PathStep(None, _first(reasons.values()), total)
             continue
-        pick = next(picks)
-        if pick >= 0:
-            steps[path] = PathStep(run.tables[path].keys[pick], None, total)
+        position = next(positions)
+        if position >= 0:
+            steps[path] = PathStep(run.tables[path].keys[position], None, total)
     return SubBatch(indices, steps, reasons)
 
 
