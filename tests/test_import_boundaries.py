@@ -18,14 +18,20 @@ PACKAGE = Path(vllm_encoder_cg.__file__).parent
 LIGHT_MODULES = [
     "",
     ".adapter",
+    ".budgets",
+    ".costs",
     ".definitions",
+    ".fitting",
     ".integration.entry_point",
     ".integration.environment",
     ".integration.patches",
     ".integration.versions",
     ".integration.vllm_symbols",
     ".logger",
+    ".packing",
+    ".planner",
     ".protocol",
+    ".settings",
 ]
 
 

@@ -175,6 +175,18 @@ def test_switched_off(package_log: Log, monkeypatch: pytest.MonkeyPatch) -> None
     assert "switched off by VLLM_ENCODER_CG_DISABLE" in record.getMessage()
 
 
+def test_the_random_loader_is_there_even_when_switched_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For comparisons with vLLM alone, with the same weights."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    monkeypatch.setenv("VLLM_ENCODER_CG_DISABLE", "1")
+    vllm_encoder_cg.register()
+    assert get_model_loader(LoadConfig(load_format="encoder_cg_random")) is not None
+
+
 def test_switched_off_is_said_before_vllm_configures_logging() -> None:
     """As in ``LLM(...)`` within one process."""
     result = subprocess.run(

@@ -41,6 +41,9 @@ class FakeManager:
     def get_num_graphs_to_capture(self) -> int:
         return len(self.token_budgets)
 
+    def get_cumulative_stats(self) -> dict[str, Any]:
+        return {"num_budgets": len(self.token_budgets) if self._captured else 0}
+
     def log_final_stats(self) -> None:
         self.calls.append("log_final_stats")
 

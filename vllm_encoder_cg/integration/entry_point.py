@@ -58,6 +58,9 @@ def _register() -> None:
             __version__,
             environment.DISABLE,
         )
+        # A load format that nobody names changes nothing, and comparisons with
+        # vLLM alone name it.
+        _register_random_loader()
         return
     untested = versions.why_untested(vllm.__version__, current_platform.device_type)
     if untested and not environment.is_set(environment.ALLOW_UNTESTED):
@@ -72,9 +75,11 @@ def _register() -> None:
             "; ".join(differences),
         )
         return
+    _register_random_loader()
+    patches.apply(patches.PROCESS_PATCHES)
 
+
+def _register_random_loader() -> None:
     from vllm_encoder_cg.integration.random_loader import register_random_loader
 
-    # Before the patches: a load format that nobody names changes nothing.
     register_random_loader()
-    patches.apply(patches.PROCESS_PATCHES)

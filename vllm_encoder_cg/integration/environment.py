@@ -13,7 +13,7 @@ from vllm_encoder_cg.logger import init_logger
 logger = init_logger(__name__)
 
 DISABLE = "VLLM_ENCODER_CG_DISABLE"
-"""Leave vLLM as it is, though this package is installed."""
+"""Leave vLLM's encoder as it is, though this package is installed."""
 
 ALLOW_UNTESTED = "VLLM_ENCODER_CG_ALLOW_UNTESTED"
 """Run with a vLLM outside the tested versions, if its interfaces still match."""
