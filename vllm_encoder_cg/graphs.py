@@ -9,6 +9,7 @@ launch differs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -102,8 +103,17 @@ class CudaGraphRecorder:
             output = arena.output(tuple(result.shape), result.dtype)
             del result
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            # Not torch.cuda.graph(): it collects garbage and empties the
+            # allocator's cache each time, most of the time of a capture.
+            stream.synchronize()
+            graph.capture_begin(pool=self._pool)
+            try:
                 output.copy_(forward())
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, output
 

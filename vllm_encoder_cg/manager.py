@@ -8,6 +8,7 @@ what a model's inputs look like is its adapter's business.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -17,8 +18,10 @@ from vllm_encoder_cg import self_check
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
+from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.measurement import measure_costs
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
 from vllm_encoder_cg.planner import Plan, Planner, SubBatch
@@ -61,6 +64,9 @@ class EncoderCudaGraphManager:
         """Called after each planned batch; None: nobody."""
         self._graphs = GraphSet.empty(self.device)
         self._planner: Planner | None = None
+        self.costs: CostModel | None = None
+        """What the planner prices plans by; None: packed as the reference
+        design packs."""
         self._unchecked: set[GraphKey] = set()
         self._failed = False
         self._logged_items = 0
@@ -127,6 +133,7 @@ class EncoderCudaGraphManager:
             RuntimeError: a graph differs from eager and ``on_mismatch`` is
                 ``"raise"``.
         """
+        begin = time.perf_counter()
         self.clear()
         if not self.active or not self._keys():
             return
@@ -145,8 +152,14 @@ class EncoderCudaGraphManager:
             )
             self._graphs = GraphSet.empty(self.device)
             return
+        if self.settings.cost_model and self.device.type == "cuda":
+            self.costs = measure_costs(self.adapter, self._graphs)
         self._make_planner()
-        logger.info("Encoder CUDA graphs: %s", self._graphs.summary())
+        logger.info(
+            "Encoder CUDA graphs: %s; %.1f s with check and measurement",
+            self._graphs.summary(),
+            time.perf_counter() - begin,
+        )
 
     def _make_planner(self) -> None:
         graphs = self._graphs
@@ -154,6 +167,7 @@ class EncoderCudaGraphManager:
             {key: graphs.shapes[key].capacity for key in graphs.graphs},
             tuple(self.config.paths),
             dropped=graphs.dropped,
+            costs=self.costs,
         )
 
     def clear(self) -> None:
@@ -161,6 +175,7 @@ class EncoderCudaGraphManager:
         until the next ``capture``."""
         self._planner = None
         self._unchecked = set()
+        self.costs = None
         self._graphs = GraphSet.empty(self.device)
 
     def poison_buffers(self) -> None:

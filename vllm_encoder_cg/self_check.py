@@ -111,7 +111,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 def keys_to_check(keys: Sequence[GraphKey], every: int = 8) -> list[GraphKey]:
     """A sample of graphs that covers each path and axis, both ends of the
     ladder, and every `every`-th budget between them."""
-    groups: dict[tuple, list[GraphKey]] = {}  # type: ignore[type-arg]
+    groups: dict[tuple, list[GraphKey]] = {}
     for key in keys:
         groups.setdefault((key.path, key.axis_keys), []).append(key)
     chosen: list[GraphKey] = []

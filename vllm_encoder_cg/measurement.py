@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures, at start-up, what replays and eager forwards of this model cost here.
+
+Both are timed as ``execute`` runs them, copies included, on the same sample
+batches.  Graphs between two measured ones are interpolated (``costs.py``).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.capture import GraphSet
+from vllm_encoder_cg.costs import MeasuredCosts
+from vllm_encoder_cg.definitions import AxisKeys, EncoderItemSpec, GraphKey
+
+_REPLAYS_PER_PATH = 20
+_EAGER_POINTS = 5
+_LARGEST_EAGER_TOKENS = 4096
+"""Beyond it an eager forward is bound by the GPU, so its time goes on as it does
+up to here."""
+
+
+def measure_costs(adapter: EncoderAdapter, graphs: GraphSet) -> MeasuredCosts | None:
+    """Times a part of the graphs, and eager forwards, of every path.
+
+    Returns:
+        None where the model makes no sample input.
+    """
+    replay_ms: dict[GraphKey, float] = {}
+    eager_ms: dict[str, dict[int, float]] = {}
+    for group in _by_path_and_axis(list(graphs.graphs)).values():
+        for key in _spread(group, _REPLAYS_PER_PATH):
+            time_ms = _time_replay(adapter, graphs, key)
+            if time_ms is None:
+                return None
+            replay_ms[key] = time_ms
+        below = [k for k in group if k.token_budget <= _LARGEST_EAGER_TOKENS]
+        for key in _spread(below or group[:1], _EAGER_POINTS):
+            tokens, time_ms = _time_eager(adapter, graphs, key)
+            known = eager_ms.setdefault(key.path, {})
+            known[tokens] = min(time_ms, known.get(tokens, time_ms))
+    return MeasuredCosts(replay_ms, eager_ms)
+
+
+def _by_path_and_axis(
+    keys: Sequence[GraphKey],
+) -> dict[tuple[str, AxisKeys], list[GraphKey]]:
+    groups: dict[tuple[str, AxisKeys], list[GraphKey]] = {}
+    for key in sorted(keys, key=lambda key: key.token_budget):
+        groups.setdefault((key.path, key.axis_keys), []).append(key)
+    return groups
+
+
+def _spread(keys: Sequence[GraphKey], count: int) -> list[GraphKey]:
+    """At most `count` of `keys`, evenly spread, both ends included."""
+    if len(keys) <= count:
+        return list(keys)
+    step = (len(keys) - 1) / (count - 1)
+    return [keys[round(i * step)] for i in range(count)]
+
+
+def _time_replay(
+    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey
+) -> float | None:
+    mm_kwargs = adapter.sample(graphs.shapes[key], seed=0)
+    batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
+    if batch is None:
+        return None
+    indices = _items_on_path(batch.specs, key.path)
+    return _time(lambda: graphs.replay(key, adapter, batch, indices))
+
+
+def _time_eager(
+    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey
+) -> tuple[int, float]:
+    mm_kwargs = adapter.sample(graphs.shapes[key], seed=0)
+    batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
+    assert batch is not None  # the replay of this key was timed on it
+    indices = _items_on_path(batch.specs, key.path)
+    tokens = sum(batch.specs[i].get_path_output_tokens(key.path) for i in indices)
+    return tokens, _time(lambda: adapter.eager(batch, indices, key.path))
+
+
+def _items_on_path(specs: Sequence[EncoderItemSpec], path: str) -> list[int]:
+    return [i for i, spec in enumerate(specs) if spec.get_path_output_tokens(path)]
+
+
+def _time(call: Callable[[], torch.Tensor], repeats: int = 3) -> float:
+    """Median milliseconds of a synchronised call, after one that does not count;
+    fewer repeats where a call takes long."""
+    times: list[float] = []
+    with torch.inference_mode():
+        call()
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+            if times[-1] > 50.0:
+                break
+    return statistics.median(times)
