@@ -6,11 +6,16 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support import vllm_metadata
+
+if TYPE_CHECKING:
+    from tests.support.encoders import Encoders
 
 _METADATA_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
 
@@ -51,3 +56,12 @@ def unregistered() -> Iterator[None]:
     entry_point.reset()
     yield
     entry_point.reset()
+
+
+@pytest.fixture(scope="session")
+def encoders() -> Iterator[Encoders]:
+    """Captured small encoders by architecture, each built once."""
+    from tests.support.encoders import Encoders
+
+    with ExitStack() as stack:
+        yield Encoders(stack)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
-from vllm_encoder_cg.cli.encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
     console,
@@ -19,6 +18,7 @@ from vllm_encoder_cg.cli.output import (
     write_json,
     yes,
 )
+from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.verification_cases import FULL_SIDE, Case, parse_items
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def verify(
             budgets=_parse_budgets(budgets),
             trust_remote_code=trust_remote_code,
             seed=seed,
+            # What fits a graph is replayed, even where eager is faster.
+            settings={"cost_model": False},
         )
     except ValueError as error:
         fail(str(error))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An encoder without an engine, captured, from a command's options."""
+"""An encoder without an engine, captured: for verify, bench and the tests."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,12 +32,15 @@ class EncoderOptions:
     budgets: tuple[int, ...] = ()
     trust_remote_code: bool = False
     seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    """``additional_config["encoder_cg"]``."""
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.architecture is None):
             raise ValueError(
-                "give either --model (a checkpoint) or --architecture (a sample "
-                "checkpoint with random weights)"
+                f"model: got {self.model!r}, architecture: got "
+                f"{self.architecture!r}; give either a checkpoint as model, or an "
+                "architecture, of which a sample checkpoint is made"
             )
 
     @property
@@ -56,7 +59,8 @@ def captured_encoder(options: EncoderOptions) -> Iterator[EncoderCudaGraphManage
     Raises:
         ValueError: the architecture has no sample, or a setting is invalid.
     """
-    from vllm_encoder_cg.cli.environment import has_gpu
+    from vllm.platforms import current_platform
+
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
     from vllm_encoder_cg.samples.model_builder import (
         build_model,
@@ -66,11 +70,13 @@ def captured_encoder(options: EncoderOptions) -> Iterator[EncoderCudaGraphManage
 
     with tempfile.TemporaryDirectory(prefix="vllm-encoder-cg-") as folder:
         engine_args = _engine_args(options, Path(folder))
-        engine_args["dtype"] = options.dtype or ("auto" if has_gpu() else "float32")
+        on_cpu = current_platform.is_cpu()
+        engine_args["dtype"] = options.dtype or ("float32" if on_cpu else "auto")
         vllm_config = make_vllm_config(
             **engine_args,
             attention_backend=options.backend,
             compilation_config=_compilation_config(options),
+            settings=options.settings,
             seed=options.seed,
             max_tokens=options.max_tokens
             or (_SMALL_MAX_TOKENS if options.is_small else _MAX_TOKENS),
