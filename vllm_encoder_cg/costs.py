@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CostModel(Protocol):
     """Prices the steps of a plan, all in one unit.
 
-    Both methods are pure and return a finite number or infinity, never less
-    than 0; a planner may ask once and remember.
+    Both methods are pure and return finite numbers of at least 0; a planner may
+    ask once and remember.
     """
 
     def replay_cost(self, key: GraphKey) -> float:
@@ -76,14 +76,18 @@ class TokenCosts:
         return max(self.eager_floor, tokens) + self.per_eager
 
 
+# In proportion to tokens, so that it adds the same to every plan of some items.
+_UNKNOWN_MS_PER_TOKEN = 1e9
+
+
 class MeasuredCosts:
     """Costs in milliseconds, from measurements at start-up.
 
     Times that grow with fewer tokens are noise: each is lowered to the next
     larger one's.  A graph that was not measured is interpolated between others
-    of its path.  A path without any measured graph costs nothing by graph, one
-    without measured eager times infinitely much eagerly: what is not known does
-    not speak against graphs.
+    of its path.  What is not known does not speak against graphs: replays of a
+    path without measured graphs cost nothing, and an eager forward of one without
+    measured eager times costs more than any replay.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class MeasuredCosts:
     def eager_cost(self, path: str, tokens: int) -> float:
         """Milliseconds of one eager forward."""
         curve = self._eager.get(path)
-        return math.inf if curve is None else curve(tokens)
+        return _UNKNOWN_MS_PER_TOKEN * tokens if curve is None else curve(tokens)
 
 
 class _Curve:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from vllm_encoder_cg.costs import CostModel, TokenCosts
+from vllm_encoder_cg.costs import CostModel, TokenCosts, plan_cost
 from vllm_encoder_cg.definitions import (
     AxisKeys,
     EagerReason,
@@ -49,8 +49,8 @@ class SubBatch:
     eager_reasons: Mapping[int, EagerReason] = field(
         default_factory=lambda: _NO_REASONS
     )
-    """Per index, why a path of that item runs eagerly; empty where every step
-    is a graph."""
+    """Per index, why a path of that item runs eagerly; an item whose every path
+    is replayed is absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,16 @@ class Planner:
             path: [spec.get_path_output_tokens(path) for spec in specs]
             for path in self._paths
         }
-        return self._plan_whole(specs, tokens) or self._plan_parts(specs, tokens)
+        plan = self._plan_whole(specs, tokens)
+        if plan is not None:
+            return plan
+        groups = self._group(specs, tokens)
+        plan = self._plan_parts(specs, tokens, groups)
+        if not self._greedy:
+            eager = _plan_eager(groups, tokens)
+            if plan_cost(eager, self._costs) < plan_cost(plan, self._costs):
+                return eager
+        return plan
 
     def _plan_whole(
         self, specs: Sequence[EncoderItemSpec], tokens: _Tokens
@@ -149,14 +158,15 @@ class Planner:
                 for path, step in steps.items()
             )
             if eager < cost:
-                reasons = dict.fromkeys(indices, EagerReason.CHEAPER_EAGERLY)
-                return Plan((_eager_sub_batch(reasons, tokens),))
+                pool = dict.fromkeys(indices, EagerReason.CHEAPER_EAGERLY)
+                return _finish([], pool, [], tokens)
         return Plan((SubBatch(indices, steps),))
 
-    def _plan_parts(self, specs: Sequence[EncoderItemSpec], tokens: _Tokens) -> Plan:
+    def _plan_parts(
+        self, specs: Sequence[EncoderItemSpec], tokens: _Tokens, groups: _Groups
+    ) -> Plan:
         """Packs what fits graphs and gathers what does not."""
-        groups = self._group(specs, tokens)
-        pool = groups.pool
+        pool = dict(groups.pool)
         sub_batches = []
         for (axis_keys, by_graph), members in groups.runs.items():
             run = Run(
@@ -178,11 +188,7 @@ class Planner:
             for i in members:
                 if i not in taken:
                     pool[i] = groups.mixed.get(i, EagerReason.CHEAPER_EAGERLY)
-        if pool:
-            sub_batches.append(_eager_sub_batch(dict(sorted(pool.items())), tokens))
-        if groups.nothing:
-            sub_batches.append(SubBatch(tuple(groups.nothing), {}))
-        return Plan(tuple(sub_batches))
+        return _finish(sub_batches, pool, groups.nothing, tokens)
 
     def _group(self, specs: Sequence[EncoderItemSpec], tokens: _Tokens) -> _Groups:
         groups = _Groups()
@@ -298,17 +304,34 @@ def _graph_sub_batch(
     return SubBatch(indices, steps, reasons)
 
 
-def _eager_sub_batch(
-    reasons: Mapping[int, EagerReason], tokens: Mapping[str, Sequence[int]]
-) -> SubBatch:
-    """Items that run eagerly on every path, in the order of `reasons`."""
-    steps = {}
-    for path, values in tokens.items():
-        total = sum(values[i] for i in reasons)
-        if total:
-            of_path = [reason for i, reason in reasons.items() if values[i]]
-            steps[path] = PathStep(None, _first(of_path), total)
-    return SubBatch(tuple(reasons), steps, reasons)
+def _plan_eager(groups: _Groups, tokens: _Tokens) -> Plan:
+    """Every item on every path."""
+    members = [i for run in groups.runs.values() for i in run]
+    pool = dict.fromkeys(members, EagerReason.CHEAPER_EAGERLY)
+    return _finish([], pool | groups.mixed | groups.pool, groups.nothing, tokens)
+
+
+def _finish(
+    sub_batches: Sequence[SubBatch],
+    pool: Mapping[int, EagerReason],
+    nothing: Sequence[int],
+    tokens: _Tokens,
+) -> Plan:
+    """`sub_batches`, then the items of `pool` eagerly on every path, then those
+    that have nothing to encode."""
+    last = []
+    if pool:
+        reasons = dict(sorted(pool.items()))
+        steps = {}
+        for path, values in tokens.items():
+            total = sum(values[i] for i in reasons)
+            if total:
+                of_path = [reason for i, reason in reasons.items() if values[i]]
+                steps[path] = PathStep(None, _first(of_path), total)
+        last.append(SubBatch(tuple(reasons), steps, reasons))
+    if nothing:
+        last.append(SubBatch(tuple(nothing), {}))
+    return Plan((*sub_batches, *last))
 
 
 def _first(reasons: Iterable[EagerReason]) -> EagerReason:
