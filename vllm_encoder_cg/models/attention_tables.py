@@ -195,7 +195,13 @@ class CudnnTable(SequenceTable):
 
 
 VARLEN_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-"""Backends whose variable-length attention can be captured."""
+"""Backends whose variable-length attention can be captured, on NVIDIA GPUs."""
+_FLASH_LAYOUT = ("FLASH_ATTN", "TRITON_ATTN", "ROCM_AITER_FA")
+
+
+def can_capture(backend: str) -> bool:
+    """Whether a GPU can capture variable-length attention on `backend`."""
+    return backend in (*VARLEN_BACKENDS, *_FLASH_LAYOUT)
 
 
 def make_sequence_table(
@@ -217,7 +223,7 @@ def make_sequence_table(
         return CudnnTable(max_sequences, rows, row_elements, max_sequence_rows)
     if backend == "TORCH_SDPA":
         return SdpaTable(max_sequences, rows, max_sequence_rows)
-    if backend in ("FLASH_ATTN", "TRITON_ATTN", "ROCM_AITER_FA"):
+    if backend in _FLASH_LAYOUT:
         return FlashTable(max_sequences, rows, max_sequence_rows)
     raise ValueError(
         f"no sequence table for the encoder attention backend {backend}; use "

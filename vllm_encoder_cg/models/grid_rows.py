@@ -13,11 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
 class GridRows:
-    """Per row of a packed batch; padded rows hold row 0 of an own grid."""
+    """Per row of a packed batch; a padded row is the first of a grid of its own."""
 
     row: torch.Tensor
     """``[rows] int64``: vertical position in the frame, in patches."""
@@ -27,8 +28,12 @@ class GridRows:
     """``[rows] int64``: height of the row's frame, in patches."""
     width: torch.Tensor
     """``[rows] int64``."""
-    sequence: torch.Tensor
-    """``[rows] int64``: index of the row's sequence."""
+    start: torch.Tensor
+    """``[rows] int64``: index of the first row of the row's frame."""
+
+    def places(self) -> torch.Tensor:
+        """``[rows, 2] int64``: (vertical, horizontal)."""
+        return torch.stack((self.row, self.col), dim=1)
 
 
 def locate_rows(
@@ -57,12 +62,13 @@ def locate_rows(
     inside = sequence <= last
     sequence = sequence.clamp(max=last)
     start = row_starts[:-1].index_select(0, sequence)
-    local = torch.where(inside, row_index - start, 0).long()
+    start = torch.where(inside, start, row_index).long()
+    local = row_index - start
     height = heights.index_select(0, sequence).long()
     width = widths.index_select(0, sequence).long()
     if merge_size == 1:
         row = local.div(width, rounding_mode="floor")
-        return GridRows(row, local - row * width, height, width, sequence)
+        return GridRows(row, local - row * width, height, width, start)
     unit = merge_size * merge_size
     block = local.div(unit, rounding_mode="floor")
     within = local - block * unit
@@ -75,24 +81,24 @@ def locate_rows(
         block_col * merge_size + within - within_row * merge_size,
         height,
         width,
-        sequence,
+        start,
     )
 
 
 def rotary_2d(
-    cos_cache: torch.Tensor, sin_cache: torch.Tensor, rows: GridRows
+    cos_cache: torch.Tensor, sin_cache: torch.Tensor, places: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of two-dimensional rotary positions.
 
     Args:
         cos_cache: ``[positions, d]``: of one coordinate.
         sin_cache: likewise.
+        places: ``[rows, 2] int64``: (vertical, horizontal).
 
     Returns:
         two tensors ``[rows, 2 d]``: the vertical part, then the horizontal.
     """
-    both = torch.stack((rows.row, rows.col), dim=1)
-    return cos_cache[both].flatten(1), sin_cache[both].flatten(1)
+    return cos_cache[places].flatten(1), sin_cache[places].flatten(1)
 
 
 def bilinear_positions(table: torch.Tensor, side: int, rows: GridRows) -> torch.Tensor:
@@ -133,3 +139,55 @@ def bilinear_positions(table: torch.Tensor, side: int, rows: GridRows) -> torch.
         out = part if out is None else out + part
     assert out is not None
     return out
+
+
+def _cubic_weights(fraction: torch.Tensor) -> torch.Tensor:
+    """``[..., 4]``: cubic convolution weights, a = -0.75, of the samples at -1, 0,
+    1 and 2 for a place `fraction` behind 0."""
+    a = -0.75
+
+    def near(x: torch.Tensor) -> torch.Tensor:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    rest = 1 - fraction
+    weights = far(fraction + 1), near(fraction), near(rest), far(rest + 1)
+    return torch.stack(weights, dim=-1)
+
+
+def bicubic_positions(
+    table: torch.Tensor, table_height: int, table_width: int, rows: GridRows
+) -> torch.Tensor:
+    """Position embeddings interpolated bicubically, corners not aligned.
+
+    Coordinate ``i`` of ``n`` maps to ``(i + 0.5) side / n - 0.5``; beyond the
+    border the outermost samples repeat.  The weighted sum over the 16 samples is
+    one kernel, where ``grid_sample`` runs through the channels one by one.
+
+    Args:
+        table: ``[table_height x table_width, hidden]``.
+
+    Returns:
+        ``[rows, hidden]`` in float32.
+    """
+
+    def coordinate(
+        position: torch.Tensor, size: torch.Tensor, side: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        place = (position.float() + 0.5) * (side / size.float()) - 0.5
+        low = place.floor()
+        taps = torch.stack([low + offset for offset in (-1, 0, 1, 2)], dim=-1)
+        return taps.long().clamp(0, side - 1), _cubic_weights(place - low)
+
+    y, y_weights = coordinate(rows.row, rows.height, table_height)
+    x, x_weights = coordinate(rows.col, rows.width, table_width)
+    samples = y.unsqueeze(2) * table_width + x.unsqueeze(1)
+    weights = y_weights.unsqueeze(2) * x_weights.unsqueeze(1)
+    return F.embedding_bag(
+        samples.flatten(1),
+        table.float(),
+        per_sample_weights=weights.flatten(1),
+        mode="sum",
+    )

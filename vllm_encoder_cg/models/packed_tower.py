@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from vllm_encoder_cg.adapter import BufferSpec, EncoderAdapter, EncoderBatch, GraphShape
@@ -26,76 +24,22 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.models.attention_tables import (
-    AttentionArguments,
-    SequenceTable,
-    make_sequence_table,
-)
-from vllm_encoder_cg.models.grid_rows import GridRows, locate_rows
+from vllm_encoder_cg.models.attention_tables import SequenceTable, make_sequence_table
+from vllm_encoder_cg.models.grid_rows import GridRows, locate_rows, rotary_2d
 from vllm_encoder_cg.models.host_tables import HostTable, copy_rows, select_rows
+from vllm_encoder_cg.models.packed_batch import PackedArguments, PackedItems
+from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
+from vllm_encoder_cg.models.packed_samples import random_rows, sample_grids
 from vllm_encoder_cg.models.refusals import (
     pruning_refusal,
     tower_refusal,
     varlen_refusal,
 )
 
-Grid = tuple[int, int, int]
-"""(frames, height, width) of one item, in patches."""
-
 _MIN_FRAME_TOKENS = 16
 """Frames of fewer tokens are rare; a graph's table of sequences has room for as
 many frames as fit its budget at this size, and shorter ones run eagerly once
 that is full."""
-_SAMPLE_SEQUENCE_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class PackedItems:
-    """What ``parse`` keeps of a batch."""
-
-    pixels: torch.Tensor
-    """``[patches, patch elements]``."""
-    grids: list[Grid]
-    row_offsets: list[int]
-    """``[items + 1]``."""
-
-
-class PackedLayout:
-    """Where the sections of the int32 table buffer of one graph lie: the
-    sequence table, then the heights and the widths of the sequences."""
-
-    def __init__(self, table: SequenceTable) -> None:
-        self.table = table
-        self._heights = table.length
-        self._widths = self._heights + table.max_sequences
-        self.length = self._widths + table.max_sequences
-
-    def write(self, grids: Sequence[Grid], merge_size: int, out: np.ndarray) -> None:
-        """Fills the whole table, padding included."""
-        if all(t == 1 for t, _, _ in grids):
-            heights = [h for _, h, _ in grids]
-            widths = [w for _, _, w in grids]
-        else:
-            heights = [h for t, h, _ in grids for _ in range(t)]
-            widths = [w for t, _, w in grids for _ in range(t)]
-        count = len(heights)
-        out[self._heights :] = merge_size
-        out[self._heights : self._heights + count] = heights
-        out[self._widths : self._widths + count] = widths
-        lengths = (
-            out[self._heights : self._heights + count]
-            * out[self._widths : self._widths + count]
-        )
-        self.table.write(lengths, out[: self._heights])
-
-    def sequence_table(self, tables: torch.Tensor) -> torch.Tensor:
-        return tables[: self._heights]
-
-    def heights(self, tables: torch.Tensor) -> torch.Tensor:
-        return tables[self._heights : self._widths]
-
-    def widths(self, tables: torch.Tensor) -> torch.Tensor:
-        return tables[self._widths : self.length]
 
 
 class PackedTowerAdapter(EncoderAdapter):
@@ -109,16 +53,35 @@ class PackedTowerAdapter(EncoderAdapter):
         "image": "image_grid_thw",
         "video": "video_grid_thw",
     }
-    min_token_budget: ClassVar[int] = 64
     tower_attribute: ClassVar[str] = "visual"
+    passes_sequence_lengths: ClassVar[bool] = False
+    """Whether the tower hands sequence lengths to attention, which FLASHINFER
+    needs."""
+    min_token_budget: ClassVar[int] = 64
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
         super().__init__(model, vllm_config)
-        self.tower = getattr(model, self.tower_attribute, None)
+        self.tower: Any = getattr(model, self.tower_attribute, None)
         self._layouts: dict[GraphKey, PackedLayout] = {}
         self._row_index: torch.Tensor | None = None
 
     # -- What differs between towers ----------------------------------------
+
+    @abstractmethod
+    def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
+        """The tower and what follows it, on tables instead of grids:
+        ``[tokens, out_hidden_size]``."""
+
+    def tower_eager(
+        self, modality: str, pixels: torch.Tensor, grids: list[Grid]
+    ) -> torch.Tensor:
+        """The same as vLLM's ``embed_multimodal`` computes it."""
+        return self.tower(pixels, [list(grid) for grid in grids])
+
+    @property
+    def attention_layer(self) -> Any:
+        """An ``MMEncoderAttention`` of the tower; all are alike."""
+        return self.tower.blocks[0].attn.attn
 
     @property
     def merge_size(self) -> int:
@@ -126,24 +89,24 @@ class PackedTowerAdapter(EncoderAdapter):
         return self.tower.spatial_merge_size
 
     @property
+    def row_merge_size(self) -> int:
+        """Patches per side of the blocks in which rows are ordered; 1: row by
+        row of the image."""
+        return self.merge_size
+
+    @property
     def out_hidden_size(self) -> int:
         return self.tower.out_hidden_size
 
     @property
-    def backend(self) -> str:
-        """``AttentionBackendEnum`` name of the tower's attention."""
-        return self.tower.attn_backend.name
-
-    @property
-    def row_elements(self) -> int:
-        """Elements of one row of q on this rank."""
-        return self.tower.hidden_size // self.tower.tp_size
-
-    @property
     def pixel_width(self) -> int:
         """Elements of one input row."""
-        weight = self.tower.patch_embed.proj.weight
-        return weight[0].numel()
+        return self.tower.patch_embed.proj.weight[0].numel()
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one input row."""
+        return (self.pixel_width,)
 
     @property
     def pixel_dtype(self) -> torch.dtype:
@@ -152,21 +115,102 @@ class PackedTowerAdapter(EncoderAdapter):
         return getattr(input_norm, "input_dtype", None) or self.tower.dtype
 
     @property
+    def max_side(self) -> int:
+        """Largest height or width of a frame that the tower has positions for."""
+        return self.tower.rotary_pos_emb.cos_sin_cache.shape[0]
+
+    def read_grids(self, value: Any) -> list[Grid]:
+        """Grids as Python integers.  vLLM keeps them on the host."""
+        rows = value.tolist() if isinstance(value, torch.Tensor) else value
+        return [(int(t), int(h), int(w)) for t, h, w in rows]
+
+    def make_grids(self, grids: Sequence[Grid]) -> torch.Tensor:
+        """The reverse: grids as vLLM's processor gives them."""
+        return torch.tensor(grids)
+
+    def accepts(self, modality: str, grid: Grid) -> bool:
+        """Whether an item of this grid can be encoded at all."""
+        t, h, w = grid
+        merge, limit = self.merge_size, self.max_side
+        return (
+            t >= 1
+            and merge <= h <= limit
+            and merge <= w <= limit
+            and h % merge == 0
+            and w % merge == 0
+        )
+
+    def item_spec(self, t: int, h: int, w: int) -> EncoderItemSpec:
+        rows = t * h * w
+        return EncoderItemSpec(
+            input_size=rows,
+            output_tokens=rows // self.merge_size**2,
+            demand={"sequences": t, "rows": rows},
+        )
+
+    def temporal_patches(self, frames: int) -> int:
+        """Frames of the grid of a video of so many frames."""
+        config = self.vllm_config.model_config.hf_config.vision_config
+        return -(-frames // config.temporal_patch_size)
+
+    def make_layout(self, capacity: GraphCapacity) -> PackedLayout:
+        return PackedLayout(self.make_table(capacity), self.merge_size)
+
+    # -- Tools for subclasses ------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        """``AttentionBackendEnum`` name of the tower's attention."""
+        return self.attention_layer.attn_backend.name
+
+    @property
     def device(self) -> torch.device:
         return self.tower.device
 
-    @abstractmethod
-    def tower_forward(
+    def make_table(
         self,
-        pixels: torch.Tensor,
-        rows: GridRows,
-        attention: AttentionArguments,
-    ) -> torch.Tensor:
-        """The tower on prepared metadata: ``[rows / merge^2, out_hidden_size]``."""
+        capacity: GraphCapacity,
+        sequences: str = "sequences",
+        max_sequence_rows: int | None = None,
+    ) -> SequenceTable:
+        """A sequence table for all rows of a graph.
 
-    def tower_eager(self, pixels: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        """The tower as vLLM calls it."""
-        return self.tower(pixels, [list(grid) for grid in grids])
+        Args:
+            sequences: the name of their number in the capacity.
+            max_sequence_rows: upper bound of one sequence's rows.
+        """
+        layer = self.attention_layer
+        return make_sequence_table(
+            self.backend,
+            capacity.extra[sequences],
+            capacity.extra["rows"],
+            layer.num_heads * layer.head_size,
+            max_sequence_rows,
+        )
+
+    def rotary_tables(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin ``[rows, head_size / 2]`` from the tower's cache, for
+        ``GridRows.places``."""
+        cos, sin = self.tower.rotary_pos_emb.cos_sin_cache.chunk(2, dim=-1)
+        return rotary_2d(cos, sin, places)
+
+    def row_index(self, rows: int) -> torch.Tensor:
+        """``[rows] int32``: 0, 1, 2, ...; graphs read slices of one tensor."""
+        if self._row_index is None or self._row_index.shape[0] < rows:
+            self._row_index = torch.arange(rows, dtype=torch.int32, device=self.device)
+        return self._row_index[:rows]
+
+    def locate(
+        self, layout: PackedLayout, tables: torch.Tensor, rows: int, merge_size: int
+    ) -> GridRows:
+        """The places of all rows, ordered in blocks of `merge_size`."""
+        return locate_rows(
+            layout.row_starts(tables),
+            layout.heights(tables),
+            layout.widths(tables),
+            self.row_index(rows),
+            merge_size,
+        )
 
     # -- EncoderAdapter ------------------------------------------------------
 
@@ -174,7 +218,9 @@ class PackedTowerAdapter(EncoderAdapter):
         return (
             tower_refusal(self.tower, self.vllm_config)
             or pruning_refusal(self.model)
-            or varlen_refusal(self.backend, self.device.type)
+            or varlen_refusal(
+                self.backend, self.device.type, self.passes_sequence_lengths
+            )
         )
 
     def backend_name(self) -> str:
@@ -212,19 +258,14 @@ class PackedTowerAdapter(EncoderAdapter):
         """The table layout of one graph."""
         layout = self._layouts.get(shape.key)
         if layout is None:
-            extra = shape.capacity.extra
-            layout = PackedLayout(
-                make_sequence_table(
-                    self.backend, extra["sequences"], extra["rows"], self.row_elements
-                )
-            )
+            layout = self.make_layout(shape.capacity)
             self._layouts[shape.key] = layout
         return layout
 
     def buffer_specs(self, shape: GraphShape) -> dict[str, BufferSpec]:
         rows = shape.capacity.extra["rows"]
         return {
-            "pixels": BufferSpec((rows, self.pixel_width), self.pixel_dtype),
+            "pixels": BufferSpec((rows, *self.row_shape), self.pixel_dtype),
             "tables": BufferSpec((self.layout(shape).length,), torch.int32),
         }
 
@@ -237,32 +278,16 @@ class PackedTowerAdapter(EncoderAdapter):
         if not isinstance(pixels, torch.Tensor):
             return None
         grids = self.read_grids(mm_kwargs[self.grid_keys[modality]])
-        merge = self.merge_size
-        specs: list[EncoderItemSpec] = []
-        for t, h, w in grids:
-            if t < 1 or h < merge or w < merge or h % merge or w % merge:
-                return None
-            specs.append(self.item_spec(t, h, w))
+        if not all(self.accepts(modality, grid) for grid in grids):
+            return None
+        specs = [self.item_spec(*grid) for grid in grids]
         offsets = list(accumulate((spec.input_size for spec in specs), initial=0))
-        if pixels.shape != (offsets[-1], self.pixel_width):
+        if pixels.shape != (offsets[-1], *self.row_shape):
             return None
         if pixels.dtype != self.pixel_dtype:
             return None
         return EncoderBatch(
             modality, specs, mm_kwargs, PackedItems(pixels, grids, offsets)
-        )
-
-    def read_grids(self, value: Any) -> list[Grid]:
-        """Grids as Python integers.  vLLM keeps them on the host."""
-        rows = value.tolist() if isinstance(value, torch.Tensor) else value
-        return [(int(t), int(h), int(w)) for t, h, w in rows]
-
-    def item_spec(self, t: int, h: int, w: int) -> EncoderItemSpec:
-        rows = t * h * w
-        return EncoderItemSpec(
-            input_size=rows,
-            output_tokens=rows // self.merge_size**2,
-            demand={"sequences": t, "rows": rows},
         )
 
     def fill(
@@ -274,94 +299,46 @@ class PackedTowerAdapter(EncoderAdapter):
     ) -> None:
         items: PackedItems = batch.payload
         copy_rows(items.pixels, items.row_offsets, indices, buffers["pixels"])
-        tables = HostTable(self.layout(shape).length, self.device)
-        self.write_tables([items.grids[i] for i in indices], tables.array, shape)
+        layout = self.layout(shape)
+        tables = HostTable(layout.length, self.device)
+        layout.write([items.grids[i] for i in indices], tables.array)
         tables.copy_to(buffers["tables"])
-
-    def write_tables(
-        self, grids: Sequence[Grid], out: np.ndarray, shape: GraphShape
-    ) -> None:
-        """Writes the whole int32 table of a replay."""
-        self.layout(shape).write(grids, self.merge_size, out)
 
     def forward(
         self, buffers: dict[str, torch.Tensor], shape: GraphShape
     ) -> torch.Tensor:
         layout = self.layout(shape)
-        tables = buffers["tables"]
-        sequences = layout.sequence_table(tables)
-        rows = locate_rows(
-            layout.table.row_starts(sequences),
-            layout.heights(tables),
-            layout.widths(tables),
-            self.row_index(shape.capacity.extra["rows"]),
-            self.merge_size,
-        )
+        pixels, tables = buffers["pixels"], buffers["tables"]
+        rows = self.locate(layout, tables, pixels.shape[0], self.row_merge_size)
+        attention = layout.table.arguments(layout.sequence_table(tables))
         return self.tower_forward(
-            buffers["pixels"], rows, layout.table.arguments(sequences)
+            PackedArguments(pixels, rows, attention, layout, tables)
         )
-
-    def row_index(self, rows: int) -> torch.Tensor:
-        """``[rows] int32``: 0, 1, 2, ...; graphs read slices of one tensor."""
-        if self._row_index is None or self._row_index.shape[0] < rows:
-            self._row_index = torch.arange(rows, dtype=torch.int32, device=self.device)
-        return self._row_index[:rows]
 
     def eager(
         self, batch: EncoderBatch, indices: Sequence[int], path: str = DEFAULT_PATH
     ) -> torch.Tensor:
         items: PackedItems = batch.payload
         pixels = select_rows(items.pixels, items.row_offsets, indices)
-        return self.tower_eager(pixels, [items.grids[i] for i in indices])
+        grids = [items.grids[i] for i in indices]
+        return self.tower_eager(batch.modality, pixels, grids)
 
     def sample(self, shape: GraphShape, seed: int) -> dict[str, Any]:
-        grids = sample_grids(shape.capacity, self.merge_size, seed)
+        grids = sample_grids(
+            shape.capacity, self.merge_size, seed, "video" in self.pixel_keys
+        )
         modality = "video" if any(t > 1 for t, _, _ in grids) else "image"
         generator = torch.Generator(device=self.device).manual_seed(seed)
+        return self.random_kwargs(modality, grids, generator)
+
+    def random_kwargs(
+        self, modality: str, grids: Sequence[Grid], generator: torch.Generator
+    ) -> dict[str, Any]:
+        """Arguments of ``embed_multimodal`` for random patches of these grids."""
         rows = sum(t * h * w for t, h, w in grids)
-        size = (rows, self.pixel_width)
-        if self.pixel_dtype == torch.uint8:
-            pixels = torch.randint(
-                0,
-                256,
-                size,
-                dtype=torch.uint8,
-                device=self.device,
-                generator=generator,
-            )
-        else:
-            pixels = torch.randn(size, device=self.device, generator=generator).to(
-                self.pixel_dtype
-            )
         return {
-            self.pixel_keys[modality]: pixels,
-            self.grid_keys[modality]: torch.tensor(grids),
+            self.pixel_keys[modality]: random_rows(
+                (rows, *self.row_shape), self.pixel_dtype, generator
+            ),
+            self.grid_keys[modality]: self.make_grids(grids),
         }
-
-
-def sample_grids(capacity: GraphCapacity, merge_size: int, seed: int) -> list[Grid]:
-    """Grids of several unlike items that fill most of a capacity.
-
-    Odd seeds give videos, where more than one frame fits.
-    """
-    tokens_left = capacity.tokens
-    items_left = capacity.items
-    sequences_left = capacity.extra["sequences"]
-    grids: list[Grid] = []
-    share, aspect = 0.45, 0.6 + 0.1 * (seed % 5)
-    while tokens_left > 0 and items_left > 0 and sequences_left > 0:
-        last = items_left == 1 or len(grids) >= 3
-        tokens = tokens_left if last else max(1, int(tokens_left * share))
-        tokens = min(tokens, _SAMPLE_SEQUENCE_TOKENS)
-        frames = 1
-        if seed % 2 and tokens >= 2 * _MIN_FRAME_TOKENS and sequences_left >= 2:
-            frames, tokens = 2, tokens // 2
-        height = max(1, int((tokens * aspect) ** 0.5))
-        width = max(1, tokens // height)
-        grids.append((frames, height * merge_size, width * merge_size))
-        tokens_left -= frames * height * width
-        sequences_left -= frames
-        items_left -= 1
-        if len(grids) >= 4 and tokens_left < capacity.tokens // 16:
-            break
-    return grids

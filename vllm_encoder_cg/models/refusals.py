@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_encoder_cg.models.attention_tables import VARLEN_BACKENDS
+from vllm_encoder_cg.models.attention_tables import VARLEN_BACKENDS, can_capture
 
 
 def tower_refusal(tower: Any, vllm_config: Any) -> str | None:
@@ -35,15 +35,32 @@ def tower_refusal(tower: Any, vllm_config: Any) -> str | None:
     return None
 
 
-def varlen_refusal(backend: str, device_type: str) -> str | None:
-    """What rules out capturing variable-length attention on `backend`."""
-    if backend == "TORCH_SDPA" and device_type != "cpu":
-        return (
-            "its attention backend TORCH_SDPA reads sequence lengths on the host; "
-            "set --mm-encoder-attn-backend to one of "
-            f"{', '.join(VARLEN_BACKENDS)} to use graphs"
-        )
-    return None
+def varlen_refusal(
+    backend: str, device_type: str, passes_sequence_lengths: bool
+) -> str | None:
+    """What rules out capturing variable-length attention on `backend`.
+
+    Args:
+        passes_sequence_lengths: whether the tower gives them to attention;
+            cuDNN, behind FLASHINFER, cannot do without.
+    """
+    if backend == "TORCH_SDPA" and device_type == "cpu":
+        return None
+    if not can_capture(backend):
+        reason = "reads sequence lengths on the host or is not known here"
+    elif backend == "FLASHINFER" and not passes_sequence_lengths:
+        reason = "needs sequence lengths, which vLLM's tower does not pass on"
+    else:
+        return None
+    remedies = [
+        name
+        for name in VARLEN_BACKENDS
+        if name != "FLASHINFER" or passes_sequence_lengths
+    ]
+    return (
+        f"its attention backend {backend} {reason}; set --mm-encoder-attn-backend to "
+        f"one of {', '.join(remedies)} to use graphs"
+    )
 
 
 def pruning_refusal(model: Any) -> str | None:

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderAdapter
 
 _ADAPTERS: dict[str, str] = {
+    "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLAdapter",
     "Qwen3VLForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
+    "Qwen3_5ForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
 }
 """Exact class name -> ``module:class`` in this package.  Subclasses of these
 models have towers, tile sizes or output layouts of their own, so they do not

@@ -128,23 +128,15 @@ class PackedInputs:
         vision = adapter.vllm_config.model_config.hf_config.vision_config
         merge = adapter.merge_size
         block = vision.patch_size * merge
-        # Images are repeated to fill one temporal patch, so they have one frame.
-        frames_per_patch = getattr(vision, "temporal_patch_size", 1)
         grids = [
             (
-                -(-frames // frames_per_patch),
+                adapter.temporal_patches(frames) if modality == "video" else 1,
                 max(1, height // block) * merge,
                 max(1, width // block) * merge,
             )
             for frames, width, height in items
         ]
-        rows = sum(t * h * w for t, h, w in grids)
-        return {
-            adapter.pixel_keys[modality]: random_values(
-                (rows, adapter.pixel_width), adapter.pixel_dtype, generator
-            ),
-            adapter.grid_keys[modality]: torch.tensor(grids),
-        }
+        return adapter.random_kwargs(modality, grids, generator)
 
 
 register_maker(PackedTowerAdapter, PackedInputs())
