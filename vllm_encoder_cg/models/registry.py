@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _ADAPTERS: dict[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLAdapter",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl:Qwen25VLAdapter",
     "Qwen3VLForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
     "Qwen3_5ForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
