@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4.1V: packed tower with bicubic positions."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_encoder_cg.models.grid_rows import bicubic_positions
+from vllm_encoder_cg.models.packed_batch import PackedArguments
+from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
+
+
+class Glm4vAdapter(PackedTowerAdapter):
+    """``visual`` takes positions, rotary tables and offsets ready-made."""
+
+    architectures = ("Glm4vForConditionalGeneration",)
+
+    def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
+        rows, attention = arguments.rows, arguments.attention
+        cos, sin = self.rotary_tables(rows.places())
+        table = self.tower.embeddings.position_embedding.weight
+        side = int(table.shape[0] ** 0.5)
+        return self.tower(
+            arguments.pixels,
+            None,
+            encoder_metadata={
+                "pos_embeds": bicubic_positions(table, side, side, rows).to(
+                    table.dtype
+                ),
+                "rotary_pos_emb_cos": cos,
+                "rotary_pos_emb_sin": sin,
+                "cu_seqlens": attention.cu_seqlens,
+                "max_seqlen": attention.max_seqlen,
+            },
+        )
