@@ -66,7 +66,7 @@ def make_vllm_config(
 def single_rank(vllm_config: Any) -> Iterator[None]:
     """Makes vLLM's process groups for one rank, where there are none yet, and
     `vllm_config` the current one."""
-    from vllm.config import set_current_vllm_config
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         ensure_model_parallel_initialized,
         init_distributed_environment,
@@ -85,7 +85,10 @@ def single_rank(vllm_config: Any) -> Iterator[None]:
                 distributed_init_method=f"tcp://127.0.0.1:{get_open_port()}",
                 backend=backend,
             )
-            ensure_model_parallel_initialized(1, 1)
+            # Without a model in view vLLM also makes the expert-parallel group,
+            # which a later model of this process may want.
+            with set_current_vllm_config(VllmConfig()):
+                ensure_model_parallel_initialized(1, 1)
         yield
 
 
@@ -97,4 +100,17 @@ def build_model(vllm_config: Any) -> Any:
     """
     from vllm.model_executor.model_loader import get_model
 
-    return get_model(vllm_config=vllm_config).eval()
+    model = get_model(vllm_config=vllm_config).eval()
+    if vllm_config.device_config.device_type == "cpu":
+        _make_inputs_contiguous(model)
+    return model
+
+
+def _make_inputs_contiguous(model: Any) -> None:
+    """Lets Llama 4's patch embedding, whose input is transposed, run on vLLM's
+    linear layers for CPUs, which refuse that."""
+    for module in model.modules():
+        if type(module).__name__ == "Llama4UnfoldConvolution":
+            module.linear.register_forward_pre_hook(
+                lambda _, inputs: (inputs[0].contiguous(), *inputs[1:])
+            )
