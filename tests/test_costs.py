@@ -267,6 +267,21 @@ def test_a_priced_plan_costs_no_more_than_others(case: Case, costs: CostModel) -
         assert found <= plan_cost(other.plan(case.specs), costs) * (1 + 1e-9) + 1e-9
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 600), min_size=65, max_size=130),
+    st.sets(st.integers(600, 16384), min_size=1, max_size=8),
+    cost_models,
+)
+def test_large_batches_cost_no_more_than_greedy_ones(
+    sizes: list[int], budgets: set[int], costs: CostModel
+) -> None:
+    specs = [item(size) for size in sizes]
+    priced = Planner(graphs(*budgets), ["default"], costs=costs).plan(specs)
+    greedy = Planner(graphs(*budgets), ["default"]).plan(specs)
+    assert plan_cost(priced, costs) <= plan_cost(greedy, costs) * (1 + 1e-9)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.sets(st.integers(1, 60), min_size=1, max_size=5),

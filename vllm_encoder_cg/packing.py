@@ -9,15 +9,17 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import NamedTuple
 
-from vllm_encoder_cg.costs import CostModel
+from vllm_encoder_cg.costs import CostModel, TokenCosts
 from vllm_encoder_cg.definitions import EncoderItemSpec
 from vllm_encoder_cg.fitting import GraphTable
 
 Range = tuple[int, int]
 """Begin and end of a sub-batch within a run."""
 
-# Trying every cut takes quadratic time.
-_MAX_ITEMS_FOR_EVERY_CUT = 32
+# Trying every cut takes quadratic time: about a millisecond for 64 images.
+_MAX_ITEMS_FOR_EVERY_CUT = 64
+
+_TOKENS_PER_REPLAY = TokenCosts().per_replay
 
 
 class Run:
@@ -78,6 +80,18 @@ class Run:
             positions.append(position)
         return positions
 
+    def budgets(self, begin: int, end: int) -> int | None:
+        """Sum of the budgets of the items from `begin` to `end` as one sub-batch;
+        None if they do not fit together."""
+        positions = self.fit(begin, end)
+        if positions is None:
+            return None
+        return sum(
+            column[0].keys[position].token_budget
+            for column, position in zip(self._columns, positions, strict=True)
+            if position >= 0
+        )
+
     def cost(self, begin: int, end: int) -> float | None:
         """Cost of the items from `begin` to `end` as one sub-batch; None if they
         do not fit together."""
@@ -117,18 +131,20 @@ class Run:
 def pack_greedily(run: Run) -> list[Range]:
     """Fills each sub-batch, smallest items first.
 
-    A sub-batch ends before an item that does not fit, and before one that costs
-    no less alone than everything so far, if the two cost less apart than
-    together.
+    A sub-batch ends before an item that does not fit, and before one that takes
+    no smaller budgets alone than everything so far, if apart the two take smaller
+    budgets than together by more than a replay's fixed cost is worth.
     """
     cuts = [0]
-    before = 0.0
+    before = 0
     for end in range(1, len(run) + 1):
-        together = run.cost(cuts[-1], end)
+        together = run.budgets(cuts[-1], end)
         if end - 1 > cuts[-1]:
-            alone = run.cost(end - 1, end)
+            alone = run.budgets(end - 1, end)
             assert alone is not None  # every item of a run fits alone
-            if together is None or (before <= alone and before + alone < together):
+            if together is None or (
+                before <= alone and before + alone + _TOKENS_PER_REPLAY < together
+            ):
                 cuts.append(end - 1)
                 together = alone
         assert together is not None
@@ -213,12 +229,16 @@ def _every_cut(run: Run) -> dict[int, _Prefix]:
 
 
 def _greedy_cuts(run: Run) -> dict[int, _Prefix]:
-    """The greedy cuts, by the lengths of the prefixes that they end."""
+    """The greedy cuts, by the lengths of the prefixes that they end, unless one
+    sub-batch costs less."""
     prefixes = {0: _Prefix(0.0, 0, 0)}
     for begin, end in pack_greedily(run):
         before = prefixes[begin]
         cost = run.cost(begin, end) or 0.0
         prefixes[end] = _Prefix(before.cost + cost, before.parts + 1, begin)
+    whole = run.cost(0, len(run))
+    if whole is not None and whole < prefixes[len(run)].cost:
+        prefixes[len(run)] = _Prefix(whole, 1, 0)
     return prefixes
 
 

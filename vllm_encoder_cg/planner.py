@@ -78,10 +78,10 @@ class Planner:
     the other runs eagerly for a sub-batch of such items.
 
     Without a cost model, packing is greedy: smallest first, as long as the sums
-    fit, closing a sub-batch early before an item that outweighs it if two replays
-    then cost less than one by ``TokenCosts``.  With one, the cheapest of several
-    plans is taken (``packing.py``), which may encode more items eagerly; it never
-    costs more than the greedy plan.
+    fit, closing a sub-batch early before an item that outweighs it if that lowers
+    the budgets enough.  With one, the cheapest of several plans is taken
+    (``packing.py``), which may encode more items eagerly; it never costs more than
+    the greedy plan or than encoding everything eagerly.
     """
 
     def __init__(

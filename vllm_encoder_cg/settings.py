@@ -8,14 +8,15 @@ value received and the remedy.
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-logger = logging.getLogger(__name__)
+from vllm_encoder_cg.logger import init_logger
+
+logger = init_logger(__name__)
 
 _PREFIX = "additional_config.encoder_cg"
 
