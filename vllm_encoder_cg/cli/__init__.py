@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_COMMANDS = ("verify",)
+_COMMANDS = ("demo", "verify")
 """Modules here, each with a function of the same name."""
 
 
