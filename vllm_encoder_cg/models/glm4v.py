@@ -17,7 +17,9 @@ class Glm4vAdapter(PackedTowerAdapter):
 
     def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
         rows, attention = arguments.rows, arguments.attention
-        cos, sin = self.rotary_tables(rows.places())
+        cos, sin = arguments.geometry.rotary_tables(
+            self.tower.rotary_pos_emb.cos_sin_cache
+        )
         table = self.tower.embeddings.position_embedding.weight
         side = int(table.shape[0] ** 0.5)
         return self.tower(

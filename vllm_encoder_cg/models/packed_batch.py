@@ -9,6 +9,7 @@ import torch
 
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.grid_rows import GridRows
+from vllm_encoder_cg.models.packed_geometry import PackedGeometry
 from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
 
 
@@ -29,8 +30,13 @@ class PackedArguments:
 
     pixels: torch.Tensor
     """``[rows, *row_shape]``."""
-    rows: GridRows
+    geometry: PackedGeometry
     attention: AttentionArguments
     layout: PackedLayout
     tables: torch.Tensor
     """``[layout.length] int32``."""
+
+    @property
+    def rows(self) -> GridRows:
+        """The place of every row."""
+        return self.geometry.rows

@@ -28,6 +28,7 @@ from vllm_encoder_cg.models.attention_tables import SequenceTable, make_sequence
 from vllm_encoder_cg.models.grid_rows import GridRows, locate_rows, rotary_2d
 from vllm_encoder_cg.models.host_tables import HostTable, copy_rows, select_rows
 from vllm_encoder_cg.models.packed_batch import PackedArguments, PackedItems
+from vllm_encoder_cg.models.packed_geometry import PackedGeometry
 from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
 from vllm_encoder_cg.models.packed_samples import random_rows, sample_grids
 from vllm_encoder_cg.models.refusals import (
@@ -309,10 +310,16 @@ class PackedTowerAdapter(EncoderAdapter):
     ) -> torch.Tensor:
         layout = self.layout(shape)
         pixels, tables = buffers["pixels"], buffers["tables"]
-        rows = self.locate(layout, tables, pixels.shape[0], self.row_merge_size)
+        geometry = PackedGeometry(
+            layout.row_starts(tables),
+            layout.heights(tables),
+            layout.widths(tables),
+            self.row_index(pixels.shape[0]),
+            self.row_merge_size,
+        )
         attention = layout.table.arguments(layout.sequence_table(tables))
         return self.tower_forward(
-            PackedArguments(pixels, rows, attention, layout, tables)
+            PackedArguments(pixels, geometry, attention, layout, tables)
         )
 
     def eager(

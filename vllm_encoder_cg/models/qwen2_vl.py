@@ -15,7 +15,9 @@ class Qwen2VLAdapter(PackedTowerAdapter):
     architectures = ("Qwen2VLForConditionalGeneration",)
 
     def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
-        cos, sin = self.rotary_tables(arguments.rows.places())
+        cos, sin = arguments.geometry.rotary_tables(
+            self.tower.rotary_pos_emb.cos_sin_cache
+        )
         return self.tower(
             arguments.pixels,
             None,

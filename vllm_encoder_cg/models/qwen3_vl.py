@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_encoder_cg.models.grid_rows import bilinear_positions
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
 
@@ -23,14 +22,14 @@ class Qwen3VLAdapter(PackedTowerAdapter):
     passes_sequence_lengths = True
 
     def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
-        rows, attention = arguments.rows, arguments.attention
-        cos, sin = self.rotary_tables(rows.places())
+        geometry, attention = arguments.geometry, arguments.attention
+        cos, sin = geometry.rotary_tables(self.tower.rotary_pos_emb.cos_sin_cache)
         return self.tower(
             arguments.pixels,
             None,
             encoder_metadata={
-                "pos_embeds": bilinear_positions(
-                    self.tower.pos_embed.weight, self.tower.num_grid_per_side, rows
+                "pos_embeds": geometry.bilinear_positions(
+                    self.tower.pos_embed.weight, self.tower.num_grid_per_side
                 ),
                 "rotary_pos_emb_cos": cos,
                 "rotary_pos_emb_sin": sin,

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a packed row stands in its frame, for use inside other kernels.
+
+The device functions do what ``models.grid_rows.locate_rows`` does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_sequence(row_starts, sequences, row, STEPS: tl.constexpr):
+    """Index of the sequence that holds `row`, by bisection.
+
+    Args:
+        row_starts: pointer to ``[sequences + 1] int32``, monotonic from 0.
+        row: int32 scalar or block, below ``row_starts[sequences]``.
+        STEPS: bisections; at least the binary logarithm of `sequences`.
+    """
+    low = row * 0
+    high = low + sequences
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        holds = tl.load(row_starts + middle) <= row
+        low = tl.where(holds, middle, low)
+        high = tl.where(holds, high, middle)
+    return low
+
+
+@triton.jit
+def place_in_grid(local, width, MERGE: tl.constexpr):
+    """Vertical and horizontal position of row `local` of a frame whose rows come
+    in blocks of ``MERGE x MERGE``."""
+    block = local // (MERGE * MERGE)
+    within = local % (MERGE * MERGE)
+    blocks_per_row = width // MERGE
+    y = block // blocks_per_row * MERGE + within // MERGE
+    x = block % blocks_per_row * MERGE + within % MERGE
+    return y, x
+
+
+def search_steps(sequences: int) -> int:
+    """``STEPS`` for that many sequences."""
+    return max(1, (sequences - 1).bit_length())
