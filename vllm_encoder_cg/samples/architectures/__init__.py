@@ -3,9 +3,33 @@
 
 from __future__ import annotations
 
-from vllm_encoder_cg.samples.architectures import qwen
+from vllm_encoder_cg.samples.architectures import (
+    deepseek_ocr,
+    ernie,
+    gemma3,
+    glm,
+    internvl,
+    kimi,
+    llama4,
+    qwen2,
+    qwen3,
+    step3,
+)
 from vllm_encoder_cg.samples.definition import SampleArchitecture
 
+_MODULES = (
+    qwen2,
+    qwen3,
+    glm,
+    ernie,
+    kimi,
+    internvl,
+    gemma3,
+    llama4,
+    step3,
+    deepseek_ocr,
+)
+
 ARCHITECTURES: dict[str, SampleArchitecture] = {
-    sample.name: sample for module in (qwen,) for sample in module.SAMPLES
+    sample.name: sample for module in _MODULES for sample in module.SAMPLES
 }

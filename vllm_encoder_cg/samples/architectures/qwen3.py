@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample checkpoints of the Qwen-VL models."""
+"""Sample checkpoints of Qwen3-VL, Qwen3.5 and Qwen3.5-MoE."""
 
 from __future__ import annotations
 
+from functools import partial
+
+from vllm_encoder_cg.samples.architectures.qwen_common import (
+    qwen_sample,
+    qwen_token_ids,
+)
 from vllm_encoder_cg.samples.definition import (
     HEAD_SIZE,
     HEADS,
@@ -10,24 +16,10 @@ from vllm_encoder_cg.samples.definition import (
     KV_HEADS,
     VOCAB_SIZE,
     Json,
-    SampleArchitecture,
     TokenIds,
     Vision,
     pixel_limits,
 )
-
-TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
-
-
-def _token_ids(ids: TokenIds) -> Json:
-    return {
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-    }
 
 
 def _text(hidden: int, layers: int) -> Json:
@@ -74,7 +66,7 @@ def _qwen3_vl_config(vision: Vision, ids: TokenIds) -> Json:
     return {
         "model_type": "qwen3_vl",
         "tie_word_embeddings": False,
-        **_token_ids(ids),
+        **qwen_token_ids(ids),
         # A layer for each deepstack level, and one more.
         "text_config": _text(hidden, layers=4)
         | {"model_type": "qwen3_vl_text", "rope_parameters": rope},
@@ -83,7 +75,43 @@ def _qwen3_vl_config(vision: Vision, ids: TokenIds) -> Json:
     }
 
 
-def _qwen3_vl_files(vision: Vision) -> dict[str, Json]:
+def _qwen3_5_config(moe: bool, vision: Vision, ids: TokenIds) -> Json:
+    model_type = "qwen3_5_moe" if moe else "qwen3_5"
+    hidden = HIDDEN if vision == "small" else (2048 if moe else 5120)
+    text = _text(hidden, layers=3) | {
+        "model_type": f"{model_type}_text",
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+    if moe:
+        text |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        }
+    return {
+        "model_type": model_type,
+        "tie_word_embeddings": False,
+        **qwen_token_ids(ids),
+        "text_config": text,
+        "vision_config": _tower(vision, hidden, deepstack=False)
+        | {"model_type": model_type},
+    }
+
+
+def _files(vision: Vision) -> dict[str, Json]:
     common = {
         "patch_size": 16,
         "temporal_patch_size": 2,
@@ -108,13 +136,18 @@ def _qwen3_vl_files(vision: Vision) -> dict[str, Json]:
 
 
 SAMPLES = (
-    SampleArchitecture(
-        name="Qwen3VLForConditionalGeneration",
-        modalities=("image", "video"),
-        special_tokens=TOKENS,
-        make_config=_qwen3_vl_config,
-        make_files=_qwen3_vl_files,
-        image_placeholder=IMAGE,
-        video_placeholder=VIDEO,
+    qwen_sample("Qwen3VLForConditionalGeneration", _qwen3_vl_config, _files),
+    qwen_sample(
+        "Qwen3_5ForConditionalGeneration",
+        partial(_qwen3_5_config, False),
+        _files,
+        # Its linear attention has no float32 kernel on the CPU.
+        engine={"dtype": "bfloat16"},
+    ),
+    qwen_sample(
+        "Qwen3_5MoeForConditionalGeneration",
+        partial(_qwen3_5_config, True),
+        _files,
+        engine={"dtype": "bfloat16"},
     ),
 )
