@@ -110,15 +110,21 @@ class Run:
     def costs_until(self, end: int) -> list[float]:
         """``cost(begin, end)`` for `begin` from ``end - 1`` downwards, as far as
         the items fit together."""
-        if len(self._columns) == 1 and not self._eager and not self._columns[0][2]:
-            # All that most models need, and most of the time that planning takes.
-            table, sums, _ = self._columns[0]
-            held, costs, total = table.tokens, table.costs, sums[end]
-            first = bisect_left(sums, total - held[-1])
-            return [
-                costs[bisect_left(held, total - before)]
-                for before in sums[first:end][::-1]
-            ]
+        if not self._eager and not any(others for _, _, others in self._columns):
+            # Only tokens matter, as in most batches; planning spends its time here.
+            by_column = []
+            for table, sums, _ in self._columns:
+                held, costs, total = table.tokens, table.costs, sums[end]
+                first = bisect_left(sums, total - held[-1])
+                by_column.append(
+                    [
+                        costs[bisect_left(held, total - before)]
+                        if before < total
+                        else 0.0
+                        for before in sums[first:end][::-1]
+                    ]
+                )
+            return list(map(sum, zip(*by_column, strict=False)))
         found = []
         for begin in range(end - 1, -1, -1):
             cost = self.cost(begin, end)
