@@ -24,7 +24,11 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.models.attention_tables import SequenceTable, make_sequence_table
+from vllm_encoder_cg.models.attention_tables import (
+    SequenceTable,
+    launch_bounds,
+    make_sequence_table,
+)
 from vllm_encoder_cg.models.grid_rows import GridRows, locate_rows, rotary_2d
 from vllm_encoder_cg.models.host_tables import HostTable, copy_rows, select_rows
 from vllm_encoder_cg.models.packed_batch import PackedArguments, PackedItems
@@ -37,6 +41,8 @@ from vllm_encoder_cg.models.refusals import (
     varlen_refusal,
 )
 
+_KNOWN_GRIDS = 4096
+"""Grids whose specs are kept."""
 _MIN_FRAME_TOKENS = 16
 """Frames of fewer tokens are rare; a graph's table of sequences has room for as
 many frames as fit its budget at this size, and shorter ones run eagerly once
@@ -64,6 +70,7 @@ class PackedTowerAdapter(EncoderAdapter):
         super().__init__(model, vllm_config)
         self.tower: Any = getattr(model, self.tower_attribute, None)
         self._layouts: dict[GraphKey, PackedLayout] = {}
+        self._known_specs: dict[tuple[str, Grid], EncoderItemSpec] = {}
         self._row_index: torch.Tensor | None = None
 
     # -- What differs between towers ----------------------------------------
@@ -146,8 +153,16 @@ class PackedTowerAdapter(EncoderAdapter):
         return EncoderItemSpec(
             input_size=rows,
             output_tokens=rows // self.merge_size**2,
-            demand={"sequences": t, "rows": rows},
+            demand=self.demand(t, h, w),
         )
+
+    def demand(self, t: int, h: int, w: int) -> dict[str, int]:
+        """What an item takes of a graph's capacity, beside its tokens."""
+        demand = {"sequences": t, "rows": t * h * w}
+        longest = launch_bounds(self.backend).max_sequence_rows
+        if longest is not None and h * w > longest:
+            demand["long_sequences"] = t
+        return demand
 
     def temporal_patches(self, frames: int) -> int:
         """Frames of the grid of a video of so many frames."""
@@ -186,7 +201,7 @@ class PackedTowerAdapter(EncoderAdapter):
             capacity.extra[sequences],
             capacity.extra["rows"],
             layer.num_heads * layer.head_size,
-            max_sequence_rows,
+            max_sequence_rows or launch_bounds(self.backend).max_sequence_rows,
         )
 
     def rotary_tables(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,16 +259,15 @@ class PackedTowerAdapter(EncoderAdapter):
 
     def capacity(self, key: GraphKey, limits: BatchLimits) -> GraphCapacity:
         budget = key.token_budget
-        items = min(limits.max_items, budget)
-        frames = min(limits.max_frames, -(-budget // _MIN_FRAME_TOKENS))
-        return GraphCapacity(
-            tokens=budget,
-            items=items,
-            extra={
-                "sequences": max(items, frames),
-                "rows": budget * self.merge_size**2,
-            },
-        )
+        rows = budget * self.merge_size**2
+        bounds = launch_bounds(self.backend)
+        room = max(bounds.min_sequences, -(-budget // bounds.sequence_tokens))
+        sequences = min(budget, room, max(limits.max_items, limits.max_frames))
+        extra = {"sequences": sequences, "rows": rows}
+        if bounds.max_sequence_rows is not None:
+            # Whatever is longer takes one of none.
+            extra["long_sequences"] = 0
+        return GraphCapacity(budget, min(limits.max_items, sequences), extra)
 
     def layout(self, shape: GraphShape) -> PackedLayout:
         """The table layout of one graph."""
@@ -279,13 +293,21 @@ class PackedTowerAdapter(EncoderAdapter):
         if not isinstance(pixels, torch.Tensor):
             return None
         grids = self.read_grids(mm_kwargs[self.grid_keys[modality]])
-        if not all(self.accepts(modality, grid) for grid in grids):
-            return None
-        specs = [self.item_spec(*grid) for grid in grids]
+        specs = []
+        for grid in grids:
+            spec = self._known_specs.get((modality, grid))
+            if spec is None:
+                if not self.accepts(modality, grid):
+                    return None
+                if len(self._known_specs) >= _KNOWN_GRIDS:
+                    self._known_specs.clear()
+                spec = self.item_spec(*grid)
+                self._known_specs[modality, grid] = spec
+            specs.append(spec)
         offsets = list(accumulate((spec.input_size for spec in specs), initial=0))
         if pixels.shape != (offsets[-1], *self.row_shape):
             return None
-        if pixels.dtype != self.pixel_dtype:
+        if pixels.dtype.is_floating_point != self.pixel_dtype.is_floating_point:
             return None
         return EncoderBatch(
             modality, specs, mm_kwargs, PackedItems(pixels, grids, offsets)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderAdapter
 
 _ADAPTERS: dict[str, str] = {
+    "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl:Ernie45VLAdapter",
     "Glm4vForConditionalGeneration": "glm4v:Glm4vAdapter",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLAdapter",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl:Qwen25VLAdapter",
