@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _ADAPTERS: dict[str, str] = {
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl:Ernie45VLAdapter",
     "Glm4vForConditionalGeneration": "glm4v:Glm4vAdapter",
+    "KimiVLForConditionalGeneration": "kimi_vl:KimiVLAdapter",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLAdapter",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl:Qwen25VLAdapter",
     "Qwen3VLForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
