@@ -199,6 +199,35 @@ VARLEN_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 _FLASH_LAYOUT = ("FLASH_ATTN", "TRITON_ATTN", "ROCM_AITER_FA")
 
 
+@dataclass(frozen=True)
+class LaunchBounds:
+    """How generous a graph's table may be.
+
+    FlashAttention 3 schedules only work that exists, so room for more sequences
+    costs nothing.  The other kernels launch blocks for every sequence of the table
+    at the greatest length, most of which find nothing to do.
+    """
+
+    sequence_tokens: int
+    """A table has room for one sequence per so many tokens of the budget."""
+    min_sequences: int
+    """and for at least so many."""
+    max_sequence_rows: int | None
+    """Longest sequence of a graph; None: all its rows."""
+
+
+_FREE = LaunchBounds(16, 64, None)
+_LAUNCH_BOUNDS = {
+    "FLASHINFER": LaunchBounds(32, 8, 16384),
+    "TRITON_ATTN": LaunchBounds(256, 4, 16384),
+}
+
+
+def launch_bounds(backend: str) -> LaunchBounds:
+    """The bounds that suit `backend`."""
+    return _LAUNCH_BOUNDS.get(backend, _FREE)
+
+
 def can_capture(backend: str) -> bool:
     """Whether a GPU can capture variable-length attention on `backend`."""
     return backend in (*VARLEN_BACKENDS, *_FLASH_LAYOUT)

@@ -44,9 +44,8 @@ from vllm_encoder_cg.models.refusals import (
 _KNOWN_GRIDS = 4096
 """Grids whose specs are kept."""
 _MIN_FRAME_TOKENS = 16
-"""Frames of fewer tokens are rare; a graph's table of sequences has room for as
-many frames as fit its budget at this size, and shorter ones run eagerly once
-that is full."""
+"""Frames of fewer tokens are rare: the most frames of a video are those that fit
+the largest budget at this size."""
 
 
 class PackedTowerAdapter(EncoderAdapter):
