@@ -8,6 +8,7 @@ what a model's inputs look like is its adapter's business.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -98,6 +99,7 @@ class EncoderCudaGraphManager:
             self.config.paths,
             self.config.max_frames_per_video,
             video_limit,
+            axis_combinations=math.prod(map(len, self.config.capture_axes)),
         )
 
     # -- What vLLM's runners call -------------------------------------------

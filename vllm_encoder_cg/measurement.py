@@ -20,6 +20,8 @@ from vllm_encoder_cg.definitions import AxisKeys, EncoderItemSpec, GraphKey
 
 _REPLAYS_PER_PATH = 20
 _EAGER_POINTS = 5
+_EAGER_PENALTY = 1.01
+"""Where both take the same time, a graph spares the host."""
 _LARGEST_EAGER_TOKENS = 4096
 """Beyond it an eager forward is bound by the GPU, so its time goes on as it does
 up to here."""
@@ -42,6 +44,7 @@ def measure_costs(adapter: EncoderAdapter, graphs: GraphSet) -> MeasuredCosts | 
         below = [k for k in group if k.token_budget <= _LARGEST_EAGER_TOKENS]
         for key in _spread(below or group[:1], _EAGER_POINTS):
             tokens, time_ms = _time_eager(adapter, graphs, key)
+            time_ms *= _EAGER_PENALTY
             known = eager_ms.setdefault(key.path, {})
             known[tokens] = min(time_ms, known.get(tokens, time_ms))
     return MeasuredCosts(replay_ms, eager_ms)

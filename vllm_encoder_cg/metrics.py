@@ -35,19 +35,16 @@ class EncoderStats:
         """Adds a plan that is about to run."""
         self.batches += 1
         for sub_batch in plan.sub_batches:
-            reason: EagerReason | None = None
             for step in sub_batch.steps.values():
                 if step.key is None:
                     self.eager_calls += 1
-                    reason = reason or step.eager
                     continue
                 self.replays[step.key] += 1
                 self.real_tokens += step.tokens
                 self.padded_tokens += step.key.token_budget - step.tokens
-            if reason is None:
-                self.hits += len(sub_batch.indices)
-            else:
-                self.misses[reason] += len(sub_batch.indices)
+            reasons = sub_batch.eager_reasons
+            self.misses.update(reasons.values())
+            self.hits += len(sub_batch.indices) - len(reasons)
 
     def count_unsupported(self, items: int = 1) -> None:
         """Adds a batch that vLLM's own path encodes."""
