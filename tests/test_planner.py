@@ -137,7 +137,7 @@ def test_axis_keys_are_not_mixed() -> None:
     assert (first.indices, second.indices, eager.indices) == ((0, 2), (1,), (3,))
     assert first.steps["default"].key == GraphKey("default", 100, (70,))
     assert second.steps["default"].key == GraphKey("default", 100, (140,))
-    assert eager.eager_reasons == {3: ABOVE}
+    assert eager.eager_reasons == {3: EagerReason.UNCAPTURED_LAYOUT}
 
 
 def test_an_item_without_tokens_is_placed_without_steps() -> None:
@@ -240,7 +240,7 @@ def test_without_costs_an_item_is_eager_only_where_nothing_holds_it(
     for sub_batch in plan.sub_batches:
         for path, step in sub_batch.steps.items():
             if step.key is None:
-                assert step.eager in (ABOVE, DROPPED)
+                assert step.eager in (ABOVE, DROPPED, EagerReason.UNCAPTURED_LAYOUT)
                 for i in sub_batch.indices:
                     spec = case.specs[i]
                     if spec.get_path_output_tokens(path):

@@ -34,6 +34,8 @@ class EagerReason(enum.Enum):
 
     ABOVE_EVERY_BUDGET = "above_every_budget"
     """Its tokens or another demand exceed the capacity of every graph."""
+    UNCAPTURED_LAYOUT = "uncaptured_layout"
+    """No graphs exist for its capture-axis keys: a rare width, an extreme grid."""
     CHEAPER_EAGERLY = "cheaper_eagerly"
     """A graph fits, but the measured costs say that eager is faster."""
     DROPPED_GRAPH = "dropped_graph"
@@ -110,8 +112,12 @@ class EncoderCudaGraphConfig:
     """Sub-forwards captured on their own, by name."""
 
     capture_axes: tuple[tuple[Hashable, ...], ...] = ()
-    """Per axis, the keys for which graphs exist; one graph per budget and
-    combination of keys."""
+    """Per axis, the keys for which graphs exist, those of the largest buffers
+    first; one graph per budget and combination of keys.  An item with any other
+    key is encoded eagerly."""
+
+    axis_names: tuple[str, ...] = ()
+    """Per axis, what its keys are, for messages."""
 
 
 @dataclass

@@ -232,6 +232,8 @@ class Planner:
                 dropped = self._dropped.get((path, axis_keys))
                 if dropped is not None and _holds(dropped, specs, count):
                     eager.append(EagerReason.DROPPED_GRAPH)
+                elif axis_keys and table is None and dropped is None:
+                    eager.append(EagerReason.UNCAPTURED_LAYOUT)
                 else:
                     eager.append(EagerReason.ABOVE_EVERY_BUDGET)
         return tuple(by_graph), min(eager, key=_REASONS.index, default=None)

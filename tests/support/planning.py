@@ -158,6 +158,10 @@ def _check_reason(case: Case, spec: EncoderItemSpec, reason: EagerReason) -> Non
     elif reason is EagerReason.DROPPED_GRAPH:
         assert without
         assert by_dropped == without
+    elif reason is EagerReason.UNCAPTURED_LAYOUT:
+        known = {(key.path, key.axis_keys) for key in case.capacities | case.dropped}
+        assert spec.axis_keys
+        assert any((path, spec.axis_keys) not in known for path in without)
     else:
         assert reason is EagerReason.ABOVE_EVERY_BUDGET
         assert set(without) - set(by_dropped)
