@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3: one tile per image, more with pan-and-scan."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_encoder_cg.models.tiled_tower import OnePathAdapter, TileKind
+
+
+class Gemma3Adapter(OnePathAdapter):
+    """SigLIP, average pooling and a projection, tile by tile."""
+
+    architectures = ("Gemma3ForConditionalGeneration",)
+    tower_attribute = "vision_tower"
+
+    def tile_kind(self) -> TileKind:
+        vision = self.model.config.vision_config
+        return TileKind(
+            buffer="pixel_values",
+            side=vision.image_size,
+            patches=(vision.image_size // vision.patch_size) ** 2,
+            tokens=self.model.config.mm_tokens_per_image,
+        )
+
+    @property
+    def out_hidden_size(self) -> int:
+        return self.model.config.text_config.hidden_size
+
+    def encode(self, pixels: torch.Tensor, path: str) -> torch.Tensor:
+        return self.model.multi_modal_projector(self.tower(pixels)).flatten(0, 1)
