@@ -12,14 +12,19 @@ if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderAdapter
 
 _ADAPTERS: dict[str, str] = {
+    "DeepseekOCRForCausalLM": "deepseek_ocr:DeepseekOCRAdapter",
     "Ernie4_5_VLMoeForConditionalGeneration": "ernie4_5_vl:Ernie45VLAdapter",
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3Adapter",
     "Glm4vForConditionalGeneration": "glm4v:Glm4vAdapter",
+    "InternVLChatModel": "internvl:InternVLAdapter",
     "KimiVLForConditionalGeneration": "kimi_vl:KimiVLAdapter",
+    "Llama4ForConditionalGeneration": "llama4:Llama4Adapter",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLAdapter",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl:Qwen25VLAdapter",
     "Qwen3VLForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
     "Qwen3_5ForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_vl:Qwen3VLAdapter",
+    "Step3VLForConditionalGeneration": "step3_vl:Step3VLAdapter",
 }
 """Exact class name -> ``module:class`` in this package.  Subclasses of these
 models have towers, tile sizes or output layouts of their own, so they do not

@@ -16,6 +16,7 @@ import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
+from vllm_encoder_cg.models.tiled_tower import TiledTowerAdapter
 
 ImageSize = tuple[int, int]
 """(width, height) in pixels."""
@@ -39,10 +40,10 @@ class InputMaker(Protocol):
         ...
 
 
-_MAKERS: dict[type[EncoderAdapter], InputMaker] = {}
+_MAKERS: dict[type, InputMaker] = {}
 
 
-def register_maker(base: type[EncoderAdapter], maker: InputMaker) -> None:
+def register_maker(base: type, maker: InputMaker) -> None:
     """Uses `maker` for `base` and for those of its subclasses that have no nearer
     one."""
     _MAKERS[base] = maker
@@ -140,3 +141,34 @@ class PackedInputs:
 
 
 register_maker(PackedTowerAdapter, PackedInputs())
+
+
+class TiledInputs:
+    """Tiles as processors cut them: as many as cover the image, up to 4 by 4."""
+
+    most_per_side = 4
+
+    def images(
+        self,
+        adapter: TiledTowerAdapter,
+        sizes: Sequence[ImageSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        side = min(kind.side for kind in adapter.kinds.values())
+
+        def count(length: int) -> int:
+            return min(self.most_per_side, -(-length // side))
+
+        grids = [(count(width), count(height)) for width, height in sizes]
+        return adapter.random_images(grids, generator)
+
+    def videos(
+        self,
+        adapter: TiledTowerAdapter,
+        clips: Sequence[VideoSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        return adapter.random_videos([clip[0] for clip in clips], generator)
+
+
+register_maker(TiledTowerAdapter, TiledInputs())
