@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from vllm_encoder_cg import self_check
-from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
+from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
 from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
@@ -27,6 +27,7 @@ from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
 from vllm_encoder_cg.planner import Plan, Planner, SubBatch
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
+from vllm_encoder_cg.shapes import choose_shapes
 
 logger = init_logger(__name__)
 
@@ -75,8 +76,12 @@ class EncoderCudaGraphManager:
             self.config = self.adapter.config()
             self.budgets = self._resolve_budgets()
             self.token_budgets = list(self.budgets.token_budgets)
+            self._shapes = choose_shapes(
+                self.adapter, self.config, self.budgets, self.settings.max_graphs
+            )
         else:
             self.token_budgets = []
+            self._shapes = []
             logger.info(
                 "Encoder CUDA graphs stay off for %s: %s",
                 type(model).__name__,
@@ -119,7 +124,7 @@ class EncoderCudaGraphManager:
 
     def get_num_graphs_to_capture(self) -> int:
         """Graphs that ``capture`` will try to record."""
-        return len(self._keys()) if self.active else 0
+        return len(self._shapes)
 
     def capture(self, graph_pool: Any = None) -> None:
         """Records all graphs, the largest first, and checks them.
@@ -137,14 +142,10 @@ class EncoderCudaGraphManager:
         """
         begin = time.perf_counter()
         self.clear()
-        if not self.active or not self._keys():
+        if not self._shapes:
             return
-        shapes = [
-            GraphShape(key, self.adapter.capacity(key, self.budgets.limits))
-            for key in self._keys()
-        ]
         self._graphs = capture_graphs(
-            self.adapter, shapes, self.budgets.limits, self.device, graph_pool
+            self.adapter, self._shapes, self.budgets.limits, self.device, graph_pool
         )
         if self.settings.self_check:
             self._self_check()
@@ -278,12 +279,6 @@ class EncoderCudaGraphManager:
             logger.info("%s", self.stats.log_line())
 
     # -- Capture details ---------------------------------------------------------
-
-    def _keys(self) -> list[GraphKey]:
-        """Every graph key, largest budget first within each path."""
-        if not self.config.modalities:
-            return []
-        return self.budgets.graph_keys(self.config.capture_axes)
 
     def _self_check(self) -> None:
         for key in self_check.keys_to_check(list(self._graphs.graphs)):

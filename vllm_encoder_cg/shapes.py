@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which graphs a manager captures: budgets times capture axes, each shape once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
+from vllm_encoder_cg.budgets import BudgetPlan
+from vllm_encoder_cg.definitions import EncoderCudaGraphConfig
+from vllm_encoder_cg.logger import init_logger
+
+logger = init_logger(__name__)
+
+MANY_GRAPHS = 64
+"""Graphs of one path above which a warning is given, unless the user asked for
+more: each takes start-up time, and some memory of its own."""
+
+
+def choose_shapes(
+    adapter: EncoderAdapter,
+    config: EncoderCudaGraphConfig,
+    budgets: BudgetPlan,
+    max_graphs: int,
+) -> list[GraphShape]:
+    """The shape of every graph to capture, in the order to capture them: path
+    after path, the largest budget first.
+
+    Where several budgets lead to graphs of one capacity (they fall into the same
+    number of rows or tiles), only the largest of them is captured: the others
+    could never hold less.
+
+    Args:
+        max_graphs: the user's limit per path.
+    """
+    if not config.modalities:
+        return []
+    _log_axes(adapter, config)
+    shapes: list[GraphShape] = []
+    for key in budgets.graph_keys(config.capture_axes):
+        shape = GraphShape(key, adapter.capacity(key, budgets.limits))
+        if not any(_same_graph(shape, other) for other in shapes):
+            shapes.append(shape)
+    for path, count in Counter(shape.key.path for shape in shapes).items():
+        if count > max(MANY_GRAPHS, max_graphs):
+            logger.warning(
+                "%d encoder CUDA graphs will be captured for path %r (%d token "
+                "budgets, each for up to %d layouts), more than %d; give fewer "
+                "encoder_cudagraph_token_budgets to start faster and use less memory",
+                count,
+                path,
+                sum(1 for budget in budgets.path_budgets[path] if budget),
+                len({s.key.axis_keys for s in shapes if s.key.path == path}),
+                max(MANY_GRAPHS, max_graphs),
+            )
+    return shapes
+
+
+def _same_graph(shape: GraphShape, other: GraphShape) -> bool:
+    return (
+        shape.capacity == other.capacity
+        and shape.key.path == other.key.path
+        and shape.key.axis_keys == other.key.axis_keys
+    )
+
+
+def _log_axes(adapter: EncoderAdapter, config: EncoderCudaGraphConfig) -> None:
+    """Says once which layouts have graphs."""
+    if not config.capture_axes:
+        return
+    names = config.axis_names or ("axis keys",) * len(config.capture_axes)
+    axes = "; ".join(
+        f"{name}: {', '.join(map(str, keys))}"
+        for name, keys in zip(names, config.capture_axes, strict=True)
+    )
+    logger.info(
+        "Encoder CUDA graphs of %s are for these layouts (%s); any other is encoded "
+        "eagerly",
+        type(adapter.model).__name__,
+        axes,
+    )
