@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
 _METADATA_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
+#: Nothing is fetched, and the engines are small.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Make vLLM's CPU build usable before a test module imports it."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if vllm_metadata.is_needed():
         folder = tempfile.TemporaryDirectory(prefix="vllm-metadata-")
         config.stash[_METADATA_FOLDER] = folder
@@ -65,3 +72,27 @@ def encoders() -> Iterator[Encoders]:
 
     with ExitStack() as stack:
         yield Encoders(stack)
+
+
+@pytest.fixture(scope="session")
+def sample_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen3-VL, without weights."""
+    from tests.support.engines import ARCHITECTURE
+    from vllm_encoder_cg.samples.checkpoints import write_checkpoint
+
+    return write_checkpoint(ARCHITECTURE, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def tokens_without_graphs(sample_checkpoint: Path) -> Iterator[dict[str, list[int]]]:
+    """What vLLM generates without encoder graphs, by the name of the prompt.
+
+    Of session scope, as everything that holds a model: an engine that is shut
+    down takes the process groups of the others in this process with it.
+    """
+    from tests.support.engines import generate, in_process_engine, make_prompts
+    from vllm_encoder_cg.samples.engines import manager_of
+
+    with in_process_engine(sample_checkpoint) as llm:
+        assert manager_of(llm) is None
+        yield {prompt.name: generate(llm, prompt) for prompt in make_prompts()}

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm.LLM`` with the flag generates what it generates without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engines import (
+    ADDITIONAL_CONFIG,
+    BUDGETS,
+    COMPILATION_CONFIG,
+    generate,
+    in_process_engine,
+    make_prompts,
+)
+from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.samples.chat_media import ChatPrompt, chat_image
+from vllm_encoder_cg.samples.engines import manager_of
+from vllm_encoder_cg.samples.media import random_image
+
+pytestmark = pytest.mark.vllm_e2e
+
+PROMPTS = {prompt.name: prompt for prompt in make_prompts()}
+
+
+# Of session scope: see tokens_without_graphs.
+@pytest.fixture(scope="session")
+def llm(sample_checkpoint: Path) -> Iterator[Any]:
+    with in_process_engine(
+        sample_checkpoint,
+        compilation_config=COMPILATION_CONFIG,
+        additional_config=ADDITIONAL_CONFIG,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def manager(llm: Any) -> EncoderCudaGraphManager:
+    found = manager_of(llm)
+    assert isinstance(found, EncoderCudaGraphManager)
+    return found
+
+
+def counts(manager: EncoderCudaGraphManager) -> tuple[int, int]:
+    stats = manager.get_cumulative_stats()
+    return stats["graph_hits"], stats["graph_misses"]
+
+
+def test_compilation_config_reaches_the_manager(
+    manager: EncoderCudaGraphManager,
+) -> None:
+    assert manager.is_captured()
+    assert manager.token_budgets == BUDGETS
+    assert manager.get_num_graphs_to_capture() == len(BUDGETS)
+    assert manager.get_cumulative_stats()["num_budgets"] == len(BUDGETS)
+    assert not manager.settings.cost_model
+
+
+def test_without_the_flag_there_is_no_manager(
+    tokens_without_graphs: dict[str, list[int]],
+) -> None:
+    # The fixture has asserted it; what it generated must depend on the images.
+    assert len(set(map(tuple, tokens_without_graphs.values()))) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "hits", "misses"),
+    [
+        ("grace_hopper", 1, 0),
+        ("china", 1, 0),
+        ("together", 2, 0),
+        ("with a video", 3, 0),
+        ("above every budget", 1, 1),
+    ],
+)
+def test_tokens_equal_those_without_the_flag(
+    name: str,
+    hits: int,
+    misses: int,
+    llm: Any,
+    manager: EncoderCudaGraphManager,
+    tokens_without_graphs: dict[str, list[int]],
+) -> None:
+    before = counts(manager)
+    assert generate(llm, PROMPTS[name]) == tokens_without_graphs[name]
+    after = counts(manager)
+    assert (after[0] - before[0], after[1] - before[1]) == (hits, misses)
+
+
+def test_a_failing_replay_costs_no_request(
+    llm: Any,
+    manager: EncoderCudaGraphManager,
+    tokens_without_graphs: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("replay failed on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.adapter, "fill", fail)
+        assert generate(llm, PROMPTS["together"]) == tokens_without_graphs["together"]
+    before = counts(manager)
+    assert generate(llm, PROMPTS["together"]) == tokens_without_graphs["together"]
+    assert counts(manager)[0] == before[0] + 2
+
+
+def test_requests_together_equal_requests_alone(llm: Any) -> None:
+    from vllm import SamplingParams
+
+    from vllm_encoder_cg.samples.engines import forget_media
+
+    prompts = [
+        ChatPrompt(str(seed), (chat_image("image", random_image(width, 256, seed)),))
+        for seed, width in enumerate((256, 512, 320, 480))
+    ]
+    alone = [generate(llm, prompt) for prompt in prompts]
+    forget_media(llm)
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.chat([p.messages for p in prompts], sampling, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == alone
