@@ -215,6 +215,11 @@ class LaunchBounds:
     max_sequence_rows: int | None
     """Longest sequence of a graph; None: all its rows."""
 
+    @property
+    def room_is_free(self) -> bool:
+        """Whether unused sequences cost no time."""
+        return self.max_sequence_rows is None
+
 
 _FREE = LaunchBounds(16, 64, None)
 _LAUNCH_BOUNDS = {

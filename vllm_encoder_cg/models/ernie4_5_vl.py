@@ -130,7 +130,8 @@ class Ernie45VLAdapter(PackedTowerAdapter):
         )
         layout = arguments.layout
         assert isinstance(layout, PairedLayout)
-        index = self.row_index(features.shape[0] // self.merge_size**2)
+        units = features.shape[0] // self.merge_size**2
+        index = arguments.geometry.row_index[:units]
         return self._resample(features, *layout.pair_units(arguments.tables, index))
 
     def _resample(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -68,12 +69,7 @@ class KimiVLAdapter(PackedTowerAdapter):
         # Read as an attribute, the table is built at its first use: in the
         # uncaptured forward before a capture, if vLLM has not used it before.
         rope = self.tower.encoder.rope_2d.precomputed_freqs_cis
-        merged = self.locate(
-            arguments.layout,
-            arguments.tables,
-            arguments.pixels.shape[0],
-            self.merge_size,
-        )
+        merged = replace(arguments.geometry, merge_size=self.merge_size).rows
         features = self.tower(
             arguments.pixels,
             None,

@@ -29,7 +29,6 @@ from vllm_encoder_cg.models.attention_tables import (
     launch_bounds,
     make_sequence_table,
 )
-from vllm_encoder_cg.models.grid_rows import GridRows, locate_rows, rotary_2d
 from vllm_encoder_cg.models.host_tables import HostTable, copy_rows, select_rows
 from vllm_encoder_cg.models.packed_batch import PackedArguments, PackedItems
 from vllm_encoder_cg.models.packed_geometry import PackedGeometry
@@ -203,29 +202,11 @@ class PackedTowerAdapter(EncoderAdapter):
             max_sequence_rows or launch_bounds(self.backend).max_sequence_rows,
         )
 
-    def rotary_tables(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin ``[rows, head_size / 2]`` from the tower's cache, for
-        ``GridRows.places``."""
-        cos, sin = self.tower.rotary_pos_emb.cos_sin_cache.chunk(2, dim=-1)
-        return rotary_2d(cos, sin, places)
-
     def row_index(self, rows: int) -> torch.Tensor:
         """``[rows] int32``: 0, 1, 2, ...; graphs read slices of one tensor."""
         if self._row_index is None or self._row_index.shape[0] < rows:
             self._row_index = torch.arange(rows, dtype=torch.int32, device=self.device)
         return self._row_index[:rows]
-
-    def locate(
-        self, layout: PackedLayout, tables: torch.Tensor, rows: int, merge_size: int
-    ) -> GridRows:
-        """The places of all rows, ordered in blocks of `merge_size`."""
-        return locate_rows(
-            layout.row_starts(tables),
-            layout.heights(tables),
-            layout.widths(tables),
-            self.row_index(rows),
-            merge_size,
-        )
 
     # -- EncoderAdapter ------------------------------------------------------
 

@@ -9,13 +9,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vllm_encoder_cg.definitions import (
-    BatchLimits,
-    EncoderItemSpec,
-    GraphCapacity,
-    GraphKey,
-)
-from vllm_encoder_cg.models.attention_tables import SequenceTable
+from vllm_encoder_cg.definitions import BatchLimits, GraphCapacity, GraphKey
+from vllm_encoder_cg.models.attention_tables import SequenceTable, launch_bounds
+from vllm_encoder_cg.models.grid_rows import rotary_2d
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
@@ -26,6 +22,10 @@ from vllm_encoder_cg.models.windows import (
     window_lengths,
     window_places,
 )
+
+_WINDOW_TOKENS = 12
+"""Where room for windows costs time: tokens of a window of an ordinary image, most
+of which are whole (16)."""
 
 
 class WindowedLayout(PackedLayout):
@@ -68,16 +68,18 @@ class Qwen25VLAdapter(PackedTowerAdapter):
         tower = self.tower
         return tower.window_size // tower.spatial_merge_size // tower.patch_size
 
-    def item_spec(self, t: int, h: int, w: int) -> EncoderItemSpec:
-        spec = super().item_spec(t, h, w)
+    def demand(self, t: int, h: int, w: int) -> dict[str, int]:
         merge = self.merge_size
         windows = t * count_windows(h // merge, w // merge, self.window_side)
-        return replace(spec, demand={**spec.demand, "windows": windows})
+        return super().demand(t, h, w) | {"windows": windows}
 
     def capacity(self, key: GraphKey, limits: BatchLimits) -> GraphCapacity:
         capacity = super().capacity(key, limits)
         units = capacity.extra["rows"] // self.merge_size**2
-        windows = max_windows(units, capacity.extra["sequences"], self.window_side)
+        sequences = capacity.extra["sequences"]
+        windows = max_windows(units, sequences, self.window_side)
+        if not launch_bounds(self.backend).room_is_free:
+            windows = min(windows, sequences + -(-units // _WINDOW_TOKENS))
         return replace(capacity, extra={**capacity.extra, "windows": windows})
 
     def make_layout(self, capacity: GraphCapacity) -> PackedLayout:
@@ -92,9 +94,10 @@ class Qwen25VLAdapter(PackedTowerAdapter):
         assert isinstance(layout, WindowedLayout)
         local = layout.windows.arguments(layout.window_table(arguments.tables))
         back = window_places(rows, self.merge_size, self.window_side)
-        order = invert_permutation(back, self.row_index(back.shape[0]))
-        places = rows.places().view(order.shape[0], -1)[order].view(-1, 2)
-        cos, sin = self.rotary_tables(places)
+        order = invert_permutation(back, arguments.geometry.row_index[: len(back)])
+        places = rows.places().view(len(order), -1)[order].view(-1, 2)
+        cos, sin = self.tower.rotary_pos_emb.cos_sin_cache.chunk(2, dim=-1)
+        cos, sin = rotary_2d(cos, sin, places)
         return self.tower(
             arguments.pixels,
             None,
