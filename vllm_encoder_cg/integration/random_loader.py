@@ -112,6 +112,20 @@ def fill_with_random_weights(model: nn.Module, seed: int = 0) -> None:
                 _fill_buffer(name, full_name, buffer, seed)
 
 
+def answer_capture_query_without_cuda() -> None:
+    """Let ``torch.cuda.is_current_stream_capturing()`` say False without a driver.
+
+    A torch built for CUDA raises there on a machine without a CUDA driver, while
+    a CPU build says False. The resamplers of vLLM's MiniCPM-V models ask on every
+    call. It can go when vLLM asks its platform instead. Where CUDA is available
+    nothing is changed.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.cuda.is_current_stream_capturing = lambda: False
+
+
 def _make_loader_class() -> type:
     """Build the loader class; a function because its base class needs vLLM."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -133,6 +147,7 @@ def _make_loader_class() -> type:
                     f"quantization is {model_config.quantization!r}; leave "
                     "quantization out."
                 )
+            answer_capture_query_without_cuda()
             fill_with_random_weights(model, self.seed)
 
     return RandomModelLoader

@@ -41,7 +41,7 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
             "hidden_size": hidden,
             "intermediate_size": 256,
             "moe_intermediate_size": 64,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 4,
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
             "n_routed_experts": 4,

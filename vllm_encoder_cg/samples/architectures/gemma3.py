@@ -50,9 +50,12 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
         "boi_token_index": ids["<start_of_image>"],
         "eoi_token_index": ids["<end_of_image>"],
         "image_token_index": ids["<image_soft_token>"],
+        # The released model ties them; random weights would then repeat a token.
+        "tie_word_embeddings": False,
         "mm_tokens_per_image": _tokens_per_image(vision),
         "text_config": {
             "model_type": "gemma3_text",
+            "tie_word_embeddings": False,
             "vocab_size": VOCAB_SIZE,
             "hidden_size": HIDDEN if small else 2560,
             "intermediate_size": 256,
