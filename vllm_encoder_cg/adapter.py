@@ -149,6 +149,12 @@ class EncoderAdapter(ABC):
         None: the model cannot make any; its graphs are then checked on the first
         real batch that uses them."""
 
+    def cost_sample(self, shape: GraphShape) -> dict[str, Any] | None:
+        """As ``sample``, of items whose attention costs as much per token for every
+        budget: times of different budgets are compared with each other, and what
+        an item's own attention takes is the same in every plan."""
+        return self.sample(shape, seed=0)
+
     def capture_buffers(
         self, shape: GraphShape, arena: BufferArena
     ) -> dict[str, torch.Tensor]:
@@ -182,5 +188,7 @@ class EncoderAdapter(ABC):
             outputs: per path, rows that nothing else writes to (a copy of a
                 graph's output, or an eager result).
         """
+        if len(indices) == 1:
+            return [outputs[DEFAULT_PATH]]
         tokens = [batch.specs[i].output_tokens for i in indices]
         return list(outputs[DEFAULT_PATH].split(tokens))

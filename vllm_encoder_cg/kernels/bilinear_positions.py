@@ -27,16 +27,16 @@ def _bilinear_kernel(
     widths,
     out,
     sequences,
+    steps,
     SIDE: tl.constexpr,
     MERGE: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     if row >= tl.load(row_starts + sequences):
         return
-    sequence = find_sequence(row_starts, sequences, row, STEPS)
+    sequence = find_sequence(row_starts, sequences, row, steps)
     local = row - tl.load(row_starts + sequence)
     height = tl.load(heights + sequence)
     width = tl.load(widths + sequence)
@@ -108,10 +108,10 @@ def bilinear_positions(
         widths,
         out,
         sequences,
+        search_steps(sequences),
         SIDE=side,
         MERGE=merge_size,
         HIDDEN=hidden,
         BLOCK=triton.next_power_of_2(hidden),
-        STEPS=search_steps(sequences),
     )
     return out

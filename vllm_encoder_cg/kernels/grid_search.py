@@ -11,17 +11,17 @@ import triton.language as tl
 
 
 @triton.jit
-def find_sequence(row_starts, sequences, row, STEPS: tl.constexpr):
+def find_sequence(row_starts, sequences, row, steps):
     """Index of the sequence that holds `row`, by bisection.
 
     Args:
         row_starts: pointer to ``[sequences + 1] int32``, monotonic from 0.
         row: int32 scalar or block, below ``row_starts[sequences]``.
-        STEPS: bisections; at least the binary logarithm of `sequences`.
+        steps: bisections; at least the binary logarithm of `sequences`.
     """
     low = row * 0
     high = low + sequences
-    for _ in tl.static_range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         holds = tl.load(row_starts + middle) <= row
         low = tl.where(holds, middle, low)
@@ -42,5 +42,5 @@ def place_in_grid(local, width, MERGE: tl.constexpr):
 
 
 def search_steps(sequences: int) -> int:
-    """``STEPS`` for that many sequences."""
+    """``steps`` for that many sequences."""
     return max(1, (sequences - 1).bit_length())

@@ -26,16 +26,16 @@ def _rotary_kernel(
     cos_out,
     sin_out,
     sequences,
+    steps,
     rows,
     MERGE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < tl.load(row_starts + sequences)
-    found = find_sequence(row_starts, sequences, row, STEPS)
+    found = find_sequence(row_starts, sequences, row, steps)
     local = tl.where(inside, row - tl.load(row_starts + found), 0)
     y, x = place_in_grid(local, tl.load(widths + found), MERGE)
 
@@ -88,11 +88,11 @@ def rotary_tables(
         cos,
         sin,
         sequences,
+        search_steps(sequences),
         rows,
         MERGE=merge_size,
         HALF=half,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=triton.next_power_of_2(2 * half),
-        STEPS=search_steps(sequences),
     )
     return cos, sin

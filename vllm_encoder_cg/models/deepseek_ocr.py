@@ -141,7 +141,7 @@ class DeepseekOCRAdapter(TwoPathAdapter):
             pieces.append(np.array([separator]))
             starts[GLOBAL] += whole
         tokens = [batch.specs[i].output_tokens for i in indices]
-        index = HostTable(sum(tokens), rows.device)
+        index = HostTable(sum(tokens))
         np.concatenate(pieces, out=index.array)
         positions = torch.empty(sum(tokens), dtype=torch.int32, device=rows.device)
         index.copy_to(positions)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,21 +13,50 @@ import torch
 class HostTable:
     """An int32 table written on the host, then copied to the device at once.
 
-    Every instance has memory of its own: on a GPU it is pinned, and PyTorch's
-    host allocator hands it out again only once the copy that reads it is over,
-    so the next call may write the next table while this copy is under way.
+    Pinned where there is a GPU, so that the copy does not hold up the host; it
+    must not be written again before that copy is over.
     """
 
-    def __init__(self, length: int, device: torch.device) -> None:
-        self._host = torch.empty(
-            length, dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
+    def __init__(self, length: int) -> None:
+        pinned = torch.cuda.is_available()
+        self._host = torch.empty(length, dtype=torch.int32, pin_memory=pinned)
+        self._copied = torch.cuda.Event() if pinned else None
         self.array: np.ndarray = self._host.numpy()
         """``[length] int32``, to be written."""
 
     def copy_to(self, buffer: torch.Tensor) -> None:
-        """Launches the copy into ``buffer[:length]``."""
-        buffer[: self._host.shape[0]].copy_(self._host, non_blocking=True)
+        """Launches the copy into ``buffer``, of the same length."""
+        buffer.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Until the last copy is over."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+class HostTables:
+    """Tables to write in turn, a few of every length.
+
+    Calls that follow each other closely write different ones, so that none waits
+    for the copy of the one before.
+    """
+
+    def __init__(self, per_length: int = 8) -> None:
+        self._per_length = per_length
+        self._rings: dict[int, deque[HostTable]] = {}
+
+    def take(self, length: int) -> HostTable:
+        """A table of `length` that may be written."""
+        ring = self._rings.setdefault(length, deque())
+        if len(ring) < self._per_length:
+            table = HostTable(length)
+        else:
+            table = ring.popleft()
+            table.wait()
+        ring.append(table)
+        return table
 
 
 def copy_rows(
@@ -65,7 +95,8 @@ def copy_rows(
             raise ValueError(
                 f"{end} rows do not fit a captured buffer of {buffer.shape[0]}"
             )
-        buffer[written:end].copy_(source[start:stop], non_blocking=True)
+        rows = source if stop - start == source.shape[0] else source[start:stop]
+        buffer[written:end].copy_(rows, non_blocking=True)
         written = end
     return written
 

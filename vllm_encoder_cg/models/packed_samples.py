@@ -41,6 +41,17 @@ def sample_grids(
     return grids
 
 
+def uniform_grids(capacity: GraphCapacity, merge_size: int) -> list[Grid]:
+    """Grids of as many equal sequences of about 64 tokens as fill a capacity."""
+    blocks = capacity.extra["rows"] // merge_size**2
+    sequences = min(capacity.extra["sequences"], max(1, blocks // 64))
+    side = max(1, int((blocks / sequences) ** 0.5))
+    width = max(1, blocks // sequences // side)
+    frames, more = divmod(sequences, min(capacity.items, sequences))
+    items = (sequences - more) // frames
+    return [(frames, side * merge_size, width * merge_size)] * items
+
+
 def random_rows(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:

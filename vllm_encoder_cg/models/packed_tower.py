@@ -29,11 +29,15 @@ from vllm_encoder_cg.models.attention_tables import (
     launch_bounds,
     make_sequence_table,
 )
-from vllm_encoder_cg.models.host_tables import HostTable, copy_rows, select_rows
+from vllm_encoder_cg.models.host_tables import HostTables, copy_rows, select_rows
 from vllm_encoder_cg.models.packed_batch import PackedArguments, PackedItems
 from vllm_encoder_cg.models.packed_geometry import PackedGeometry
 from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
-from vllm_encoder_cg.models.packed_samples import random_rows, sample_grids
+from vllm_encoder_cg.models.packed_samples import (
+    random_rows,
+    sample_grids,
+    uniform_grids,
+)
 from vllm_encoder_cg.models.refusals import (
     pruning_refusal,
     tower_refusal,
@@ -68,6 +72,7 @@ class PackedTowerAdapter(EncoderAdapter):
         super().__init__(model, vllm_config)
         self.tower: Any = getattr(model, self.tower_attribute, None)
         self._layouts: dict[GraphKey, PackedLayout] = {}
+        self._host_tables = HostTables()
         self._known_specs: dict[tuple[str, Grid], EncoderItemSpec] = {}
         self._row_index: torch.Tensor | None = None
 
@@ -303,9 +308,9 @@ class PackedTowerAdapter(EncoderAdapter):
         items: PackedItems = batch.payload
         copy_rows(items.pixels, items.row_offsets, indices, buffers["pixels"])
         layout = self.layout(shape)
-        tables = HostTable(layout.length, self.device)
-        layout.write([items.grids[i] for i in indices], tables.array)
-        tables.copy_to(buffers["tables"])
+        table = self._host_tables.take(layout.length)
+        layout.write([items.grids[i] for i in indices], table.array)
+        table.copy_to(buffers["tables"])
 
     def forward(
         self, buffers: dict[str, torch.Tensor], shape: GraphShape
@@ -333,9 +338,14 @@ class PackedTowerAdapter(EncoderAdapter):
         return self.tower_eager(batch.modality, pixels, grids)
 
     def sample(self, shape: GraphShape, seed: int) -> dict[str, Any]:
-        grids = sample_grids(
-            shape.capacity, self.merge_size, seed, "video" in self.pixel_keys
-        )
+        videos = "video" in self.pixel_keys
+        grids = sample_grids(shape.capacity, self.merge_size, seed, videos)
+        return self._sample_kwargs(grids, seed)
+
+    def cost_sample(self, shape: GraphShape) -> dict[str, Any]:
+        return self._sample_kwargs(uniform_grids(shape.capacity, self.merge_size), 0)
+
+    def _sample_kwargs(self, grids: list[Grid], seed: int) -> dict[str, Any]:
         modality = "video" if any(t > 1 for t, _, _ in grids) else "image"
         generator = torch.Generator(device=self.device).manual_seed(seed)
         return self.random_kwargs(modality, grids, generator)
