@@ -32,6 +32,7 @@ LIGHT_MODULES = [
     ".planner",
     ".protocol",
     ".settings",
+    ".sharding",
 ]
 
 

@@ -21,6 +21,7 @@ from vllm_encoder_cg.definitions import (
 )
 from vllm_encoder_cg.graphs import GraphRecorder, make_recorder
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.ranks import EncoderRanks
 
 logger = init_logger(__name__)
 
@@ -86,22 +87,25 @@ def capture_graphs(
     limits: BatchLimits,
     device: torch.device,
     graph_pool: Any,
+    ranks: EncoderRanks,
 ) -> GraphSet:
     """Records a graph for every shape, in the order given (largest first).
 
     A shape that fails is dropped with one warning and gives its memory back.
+
+    Raises:
+        OutOfStepError: recording a sharded encoder failed on some ranks only.
     """
     begin = time.perf_counter()
     result = GraphSet.empty(device)
     recorder = make_recorder(device, graph_pool)
     before = _memory_in_use(device)
-    for shape in shapes:
-        result.shapes[shape.key] = shape
-        try:
-            result.graphs[shape.key] = _capture_one(
-                adapter, shape, limits, result.arena, recorder
-            )
-        except Exception as error:
+    with ranks.recording(device):
+        for shape in shapes:
+            result.shapes[shape.key] = shape
+            error = _capture_one(result, adapter, shape, limits, recorder, ranks)
+            if error is None:
+                continue
             result.drop(shape.key)
             logger.warning(
                 "Encoder CUDA graph (%s) could not be captured and is left out; "
@@ -120,21 +124,32 @@ def capture_graphs(
 
 
 def _capture_one(
+    result: GraphSet,
     adapter: EncoderAdapter,
     shape: GraphShape,
     limits: BatchLimits,
-    arena: BufferArena,
     recorder: GraphRecorder,
-) -> BudgetGraphMetadata:
-    key = shape.key
-    if shape.capacity.tokens < key.token_budget:
-        raise ValueError(
-            f"the adapter's capacity of {shape.capacity.tokens} tokens is below the "
-            f"budget {key.token_budget}"
+    ranks: EncoderRanks,
+) -> Exception | None:
+    """Adds one graph to `result`; or returns why there is none."""
+    error: Exception | None = None
+    buffers: dict[str, torch.Tensor] = {}
+    try:
+        buffers = _prepare(adapter, shape, result.arena)
+    except Exception as failure:
+        error = failure
+    if not ranks.ready_for_forward(error is None):
+        return error or RuntimeError("another rank could not prepare it")
+    try:
+        graph, output = recorder.record(
+            lambda: adapter.forward(buffers, shape), result.arena
         )
-    buffers = adapter.capture_buffers(shape, arena)
-    graph, output = recorder.record(lambda: adapter.forward(buffers, shape), arena)
-    return BudgetGraphMetadata(
+    except Exception as failure:
+        error = failure
+    if not ranks.after_forward(error):
+        return error
+    key = shape.key
+    result.graphs[key] = BudgetGraphMetadata(
         token_budget=key.token_budget,
         max_batch_size=limits.max_items,
         max_frames_per_batch=limits.max_frames,
@@ -144,6 +159,19 @@ def _capture_one(
         axis_keys=key.axis_keys,
         capacity=shape.capacity,
     )
+    return None
+
+
+def _prepare(
+    adapter: EncoderAdapter, shape: GraphShape, arena: BufferArena
+) -> dict[str, torch.Tensor]:
+    """The captured inputs of one graph."""
+    if shape.capacity.tokens < shape.key.token_budget:
+        raise ValueError(
+            f"the adapter's capacity of {shape.capacity.tokens} tokens is below the "
+            f"budget {shape.key.token_budget}"
+        )
+    return adapter.capture_buffers(shape, arena)
 
 
 def _memory_in_use(device: torch.device) -> int:

@@ -15,19 +15,21 @@ from typing import Any, TypeAlias
 
 import torch
 
-from vllm_encoder_cg import self_check
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
 from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
-from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.measurement import measure_costs
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
 from vllm_encoder_cg.planner import Plan, Planner, SubBatch
+from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.self_check import SelfCheck
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
+from vllm_encoder_cg.sharding import ItemWeights, assign_items, place
 
 logger = init_logger(__name__)
 
@@ -68,8 +70,7 @@ class EncoderCudaGraphManager:
         self._planner: Planner | None = None
         self.costs: CostModel | None = None
         """What the planner prices plans by; None: packed as the reference
-        design packs."""
-        self._unchecked: set[GraphKey] = set()
+        design packs.  The same table on every rank."""
         self._failed = False
         self._logged_items = 0
         if self.active:
@@ -78,6 +79,13 @@ class EncoderCudaGraphManager:
             self.token_budgets = list(self.budgets.token_budgets)
             self._shapes = choose_shapes(
                 self.adapter, self.config, self.budgets, self.settings.max_graphs
+            )
+            self._ranks = EncoderRanks.from_config(vllm_config)
+            self._check = SelfCheck(
+                self.adapter, self._ranks, self.settings.on_mismatch == "raise"
+            )
+            self._gather = EmbeddingGather(
+                self._ranks, self.config.out_hidden_size, dtype, self.device
             )
         else:
             self.token_budgets = []
@@ -145,24 +153,43 @@ class EncoderCudaGraphManager:
         if not self._shapes:
             return
         self._graphs = capture_graphs(
-            self.adapter, self._shapes, self.budgets.limits, self.device, graph_pool
+            self.adapter,
+            self._shapes,
+            self.budgets.limits,
+            self.device,
+            graph_pool,
+            self._ranks,
         )
         if self.settings.self_check:
-            self._self_check()
-        if not self._graphs.graphs:
+            self._check.after_capture(self._graphs)
+        if not self._ranks.any(bool(self._graphs.graphs)):
             logger.warning(
                 "No encoder CUDA graph could be captured; the encoder runs eagerly"
             )
             self._graphs = GraphSet.empty(self.device)
             return
-        if self.settings.cost_model and self.device.type == "cuda":
-            self.costs = measure_costs(self.adapter, self._graphs)
+        if self.device.type == "cuda":
+            self._measure()
         self._make_planner()
         logger.info(
             "Encoder CUDA graphs: %s; %.1f s with check and measurement",
             self._graphs.summary(),
             time.perf_counter() - begin,
         )
+
+    def _measure(self) -> None:
+        """What this encoder, and the exchange between ranks, take here."""
+        if self.settings.cost_model:
+            costs, error = None, None
+            try:
+                costs = measure_costs(self.adapter, self._graphs, self._ranks)
+            except Exception as failure:
+                error = failure
+                logger.warning("Encoder costs cannot be measured", exc_info=True)
+            self._ranks.after_forward(error)
+            self.costs = self._ranks.from_first(costs)
+        if self._ranks.share_items:
+            self._gather.measure()
 
     def _make_planner(self) -> None:
         graphs = self._graphs
@@ -172,12 +199,12 @@ class EncoderCudaGraphManager:
             dropped=graphs.dropped,
             costs=self.costs,
         )
+        self._weights = ItemWeights((s.key for s in self._shapes), self.costs)
 
     def clear(self) -> None:
         """Releases all graphs and their buffers; ``execute`` then returns None
         until the next ``capture``."""
         self._planner = None
-        self._unchecked = set()
         self.costs = None
         self._graphs = GraphSet.empty(self.device)
 
@@ -199,47 +226,93 @@ class EncoderCudaGraphManager:
         """
         if self._planner is None:
             return None
-        try:
-            return self._execute(mm_kwargs, self._planner)
-        except Exception:
-            # An exception here would end the engine, and with it every other
-            # request; vLLM's own path decides what this batch deserves.
-            if not self._failed:
-                self._failed = True
-                logger.exception(
-                    "Encoder CUDA graphs could not run a batch; it goes to the "
-                    "model's own path (further failures are only counted)"
-                )
-            self.stats.count_unsupported()
-            return None
+        run = self._execute_share if self._ranks.share_items else self._execute
+        return run(mm_kwargs, self._planner)
 
     def _execute(
         self, mm_kwargs: dict[str, Any], planner: Planner
     ) -> list[torch.Tensor] | None:
-        batch = self.adapter.parse(mm_kwargs)
-        if batch is None:
-            self.stats.count_unsupported()
+        """A batch on this rank, or in step with all ranks."""
+        try:
+            batch = self.adapter.parse(mm_kwargs)
+            if batch is None:
+                self.stats.count_unsupported()
+                return None
+            plan = planner.plan(batch.specs)
+            outputs = None if _wholly_eager(plan) else self._run_plan(batch, plan)
+        except Exception as error:
+            self._ranks.fail_alike(error)
+            self._count_failure()
             return None
-        plan = planner.plan(batch.specs)
-        result: list[torch.Tensor] | None = None
-        if not _wholly_eager(plan):
-            outputs: list[torch.Tensor | None] = [None] * len(batch.specs)
-            with torch.inference_mode():
-                for sub_batch in plan.sub_batches:
-                    self._run(batch, sub_batch, outputs)
-            result = [output for output in outputs if output is not None]
-        self.stats.count_plan(plan)
-        self._maybe_log()
-        if self.observer is not None:
-            self.observer(batch, plan, result)
-        return result
+        self._finish(batch, plan, outputs)
+        return outputs
 
-    def _run(
-        self,
-        batch: EncoderBatch,
-        sub_batch: SubBatch,
-        outputs: list[torch.Tensor | None],
+    def _execute_share(
+        self, mm_kwargs: dict[str, Any], planner: Planner
+    ) -> list[torch.Tensor] | None:
+        """This rank's items of a batch, and by exchange those of the others.
+
+        Whatever a rank decides by itself (its plan, a graph that it lacks, a
+        failure) ends here: all ranks take part in the exchange, or none does.
+        """
+        rows = None
+        try:
+            batch = self.adapter.parse(mm_kwargs)
+            if batch is None:  # of equal arguments, so on every rank
+                self.stats.count_unsupported()
+                return None
+            specs = batch.specs
+            assignment = assign_items(specs, self._ranks.size, self._weights(specs))
+            items = assignment.items[self._ranks.rank]
+            plan = place(planner.plan([specs[i] for i in items]), items)
+            outputs = self._run_plan(batch, plan)
+            rows = self._gather.pack(outputs, specs, assignment)
+        except Exception:
+            self._count_failure()
+        # On the host, while the GPU is busy with the rows.
+        if not self._ranks.all(rows is not None):
+            if rows is not None:
+                self.stats.count_unsupported()
+            return None
+        assert batch is not None and rows is not None
+        embeddings = self._gather.gather(rows, specs, assignment)
+        self._finish(batch, plan, embeddings)
+        return embeddings
+
+    def _count_failure(self) -> None:
+        """Counts a batch that raised and goes to the model's own path."""
+        # To raise would end the engine, and with it every other request; vLLM's
+        # own path decides what this batch deserves.
+        if not self._failed:
+            self._failed = True
+            logger.exception(
+                "Encoder CUDA graphs could not run a batch; it goes to the "
+                "model's own path (further failures are only counted)"
+            )
+        self.stats.count_unsupported()
+
+    def _finish(
+        self, batch: EncoderBatch, plan: Plan, outputs: list[torch.Tensor] | None
     ) -> None:
+        """Counts and shows a batch, which has succeeded whatever comes of that."""
+        try:
+            self.stats.count_plan(plan)
+            self._maybe_log()
+            if self.observer is not None:
+                self.observer(batch, plan, outputs)
+        except Exception:
+            logger.warning("Cannot count or show a batch", exc_info=True)
+
+    @torch.inference_mode()
+    def _run_plan(self, batch: EncoderBatch, plan: Plan) -> list[torch.Tensor]:
+        """The embeddings of the plan's items, in the order of the batch."""
+        outputs: dict[int, torch.Tensor] = {}
+        for sub_batch in plan.sub_batches:
+            embeddings = self._run(batch, sub_batch)
+            outputs.update(zip(sub_batch.indices, embeddings, strict=True))
+        return [outputs[index] for index in sorted(outputs)]
+
+    def _run(self, batch: EncoderBatch, sub_batch: SubBatch) -> list[torch.Tensor]:
         rows = {
             path: (
                 self._graphs.replay(step.key, self.adapter, batch, sub_batch.indices)
@@ -249,10 +322,11 @@ class EncoderCudaGraphManager:
             for path, step in sub_batch.steps.items()
         }
         embeddings = self.adapter.assemble(batch, sub_batch.indices, rows)
-        if self._unchecked:
-            embeddings = self._check_on_first_use(batch, sub_batch, embeddings)
-        for index, embedding in zip(sub_batch.indices, embeddings, strict=True):
-            outputs[index] = embedding
+        eager = self._check.on_use(self._graphs, batch, sub_batch, embeddings)
+        if eager is None:
+            return embeddings
+        self._make_planner()
+        return eager
 
     # -- Statistics ------------------------------------------------------------
 
@@ -277,73 +351,6 @@ class EncoderCudaGraphManager:
         """Logs the counts once more, where anything was counted."""
         if self.stats.items:
             logger.info("%s", self.stats.log_line())
-
-    # -- Capture details ---------------------------------------------------------
-
-    def _self_check(self) -> None:
-        for key in self_check.keys_to_check(list(self._graphs.graphs)):
-            try:
-                mismatch = self_check.check_graph(
-                    self.adapter,
-                    self._graphs.shapes[key],
-                    lambda batch, indices, key=key: self._graphs.replay(  # type: ignore[misc]
-                        key, self.adapter, batch, indices
-                    ),
-                    seed=key.token_budget,
-                )
-            except self_check.NoSampleInputError:
-                self._unchecked = set(self._graphs.graphs)
-                return
-            if mismatch is not None:
-                self._reject(mismatch)
-
-    def _check_on_first_use(
-        self,
-        batch: EncoderBatch,
-        sub_batch: SubBatch,
-        embeddings: list[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Compares a graph that no sample input exists for with eager, on the
-        first batch that uses it; returns what may be handed out."""
-        keys = [step.key for step in sub_batch.steps.values() if step.key is not None]
-        if self._unchecked.isdisjoint(keys):
-            return embeddings
-        self._unchecked.difference_update(keys)
-        eager = self.adapter.assemble(
-            batch,
-            sub_batch.indices,
-            {
-                path: self.adapter.eager(batch, sub_batch.indices, path)
-                for path in sub_batch.steps
-            },
-        )
-        mismatch = self_check.compare_items(keys[0], embeddings, eager)
-        if mismatch is None:
-            return embeddings
-        for key in keys:
-            self._graphs.drop(key)
-        self._make_planner()
-        self._reject(mismatch)
-        return eager
-
-    def _reject(self, mismatch: self_check.Mismatch) -> None:
-        message = (
-            f"Encoder CUDA graph ({mismatch.key}) of {type(self.model).__name__} "
-            f"differs from eager by {mismatch.error:.2e} (relative norm; allowed: "
-            f"{mismatch.tolerance:.0e}; attention backend: "
-            f"{self.adapter.backend_name()})"
-        )
-        if self.settings.on_mismatch == "raise" and not self.is_captured():
-            raise RuntimeError(
-                f'{message}; additional_config.encoder_cg.on_mismatch is "raise"'
-            )
-        logger.error(
-            "%s; the graph is dropped and what it would have held runs eagerly. "
-            'Set additional_config.encoder_cg.on_mismatch to "raise" to stop the '
-            "start instead",
-            message,
-        )
-        self._graphs.drop(mismatch.key)
 
 
 def _wholly_eager(plan: Plan) -> bool:

@@ -17,6 +17,7 @@ from vllm_encoder_cg.adapter import EncoderAdapter
 from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.costs import MeasuredCosts
 from vllm_encoder_cg.definitions import AxisKeys, EncoderItemSpec, GraphKey
+from vllm_encoder_cg.ranks import EncoderRanks
 
 _REPLAYS_PER_PATH = 20
 _EAGER_POINTS = 5
@@ -27,8 +28,12 @@ _LARGEST_EAGER_TOKENS = 4096
 up to here."""
 
 
-def measure_costs(adapter: EncoderAdapter, graphs: GraphSet) -> MeasuredCosts | None:
+def measure_costs(
+    adapter: EncoderAdapter, graphs: GraphSet, ranks: EncoderRanks
+) -> MeasuredCosts | None:
     """Times a part of the graphs, and eager forwards, of every path.
+
+    Where all ranks take part in forwards, they call it together.
 
     Returns:
         None where the model makes no sample input.
@@ -37,13 +42,13 @@ def measure_costs(adapter: EncoderAdapter, graphs: GraphSet) -> MeasuredCosts | 
     eager_ms: dict[str, dict[int, float]] = {}
     for group in _by_path_and_axis(list(graphs.graphs)).values():
         for key in _spread(group, _REPLAYS_PER_PATH):
-            time_ms = _time_replay(adapter, graphs, key)
+            time_ms = _time_replay(adapter, graphs, key, ranks)
             if time_ms is None:
                 return None
             replay_ms[key] = time_ms
         below = [k for k in group if k.token_budget <= _LARGEST_EAGER_TOKENS]
         for key in _spread(below or group[:1], _EAGER_POINTS):
-            tokens, time_ms = _time_eager(adapter, graphs, key)
+            tokens, time_ms = _time_eager(adapter, graphs, key, ranks)
             time_ms *= _EAGER_PENALTY
             known = eager_ms.setdefault(key.path, {})
             known[tokens] = min(time_ms, known.get(tokens, time_ms))
@@ -68,32 +73,34 @@ def _spread(keys: Sequence[GraphKey], count: int) -> list[GraphKey]:
 
 
 def _time_replay(
-    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey
+    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey, ranks: EncoderRanks
 ) -> float | None:
-    mm_kwargs = adapter.sample(graphs.shapes[key], seed=0)
+    mm_kwargs = adapter.cost_sample(graphs.shapes[key])
     batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
     if batch is None:
         return None
     indices = _items_on_path(batch.specs, key.path)
-    return _time(lambda: graphs.replay(key, adapter, batch, indices))
+    return _time(lambda: graphs.replay(key, adapter, batch, indices), ranks)
 
 
 def _time_eager(
-    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey
+    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey, ranks: EncoderRanks
 ) -> tuple[int, float]:
-    mm_kwargs = adapter.sample(graphs.shapes[key], seed=0)
+    mm_kwargs = adapter.cost_sample(graphs.shapes[key])
     batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
     assert batch is not None  # the replay of this key was timed on it
     indices = _items_on_path(batch.specs, key.path)
     tokens = sum(batch.specs[i].get_path_output_tokens(key.path) for i in indices)
-    return tokens, _time(lambda: adapter.eager(batch, indices, key.path))
+    return tokens, _time(lambda: adapter.eager(batch, indices, key.path), ranks)
 
 
 def _items_on_path(specs: Sequence[EncoderItemSpec], path: str) -> list[int]:
     return [i for i, spec in enumerate(specs) if spec.get_path_output_tokens(path)]
 
 
-def _time(call: Callable[[], torch.Tensor], repeats: int = 3) -> float:
+def _time(
+    call: Callable[[], torch.Tensor], ranks: EncoderRanks, repeats: int = 3
+) -> float:
     """Median milliseconds of a synchronised call, after one that does not count;
     fewer repeats where a call takes long."""
     times: list[float] = []
@@ -105,6 +112,6 @@ def _time(call: Callable[[], torch.Tensor], repeats: int = 3) -> float:
             call()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - begin) * 1e3)
-            if times[-1] > 50.0:
+            if ranks.in_step(times[-1] > 50.0):
                 break
     return statistics.median(times)

@@ -25,6 +25,7 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
+from vllm_encoder_cg.ranks import EncoderMode, encoder_mode
 
 _AXIS_KEYS_KWARG = "encoder_cudagraph_axis_keys"
 """Where ``select_encoder_cudagraph_items`` puts the keys of a batch."""
@@ -49,6 +50,12 @@ class NativeProtocolAdapter(EncoderAdapter):
             return "its paths and capture axes cannot be told apart in replay buffers"
         if any(not axis for axis in config.capture_axes):
             return "one of its capture axes has no key"
+        if encoder_mode(self.vllm_config) is EncoderMode.DATA:
+            # Some of vLLM's towers shard their input once more by themselves.
+            return (
+                "nobody has made sure that its encoder does not communicate where "
+                '--mm-encoder-tp-mode is "data"; set that to "weights" to use graphs'
+            )
         return None
 
     def config(self) -> EncoderCudaGraphConfig:

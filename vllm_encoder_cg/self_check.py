@@ -9,13 +9,20 @@ forward, item by item.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
+from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.planner import SubBatch
+from vllm_encoder_cg.ranks import EncoderRanks
+
+logger = init_logger(__name__)
 
 RELATIVE_TOLERANCE: dict[torch.dtype, float] = {
     torch.float32: 1e-3,
@@ -52,6 +59,48 @@ def relative_norm(result: torch.Tensor, reference: torch.Tensor) -> float:
     error = (result.float() - reference).norm() / reference.norm().clamp(min=1e-30)
     value = float(error)
     return value if value == value else float("inf")
+
+
+def check_graphs(
+    adapter: EncoderAdapter, graphs: GraphSet, ranks: EncoderRanks
+) -> list[Mismatch]:
+    """Compares a part of `graphs` with eager; all ranks call it together.
+
+    A check that raises counts as a difference.
+
+    Returns:
+        Those of this rank; where all ranks take part in forwards, of any.
+
+    Raises:
+        NoSampleInputError: there is nothing to compare on.
+        OutOfStepError: a check of a sharded encoder failed on some ranks only.
+    """
+    mismatches: dict[GraphKey, Mismatch] = {}
+    for key in keys_to_check(list(graphs.graphs)):
+        error = None
+        try:
+            mismatch = check_graph(
+                adapter,
+                graphs.shapes[key],
+                lambda batch, indices, key=key: graphs.replay(  # type: ignore[misc]
+                    key, adapter, batch, indices
+                ),
+                seed=key.token_budget,
+            )
+        except NoSampleInputError:
+            raise
+        except Exception as failure:
+            logger.warning(
+                "Encoder CUDA graph (%s) cannot be checked", key, exc_info=True
+            )
+            mismatch, error = Mismatch(key, float("inf"), 0.0), failure
+        if mismatch is not None:
+            mismatches[key] = mismatch
+        ranks.after_forward(error)
+    if ranks.share_forwards:
+        for others in ranks.everyone(mismatches):
+            mismatches = others | mismatches
+    return list(mismatches.values())
 
 
 def check_graph(
@@ -120,3 +169,100 @@ def keys_to_check(keys: Sequence[GraphKey], every: int = 8) -> list[GraphKey]:
         picked = {0, len(ordered) - 1, *range(0, len(ordered), every)}
         chosen.extend(ordered[i] for i in sorted(picked))
     return chosen
+
+
+class SelfCheck:
+    """Keeps graphs that differ from eager out of a manager's use.
+
+    Args:
+        raise_on_mismatch: whether one that differs after capture stops the start.
+    """
+
+    def __init__(
+        self, adapter: EncoderAdapter, ranks: EncoderRanks, raise_on_mismatch: bool
+    ) -> None:
+        self._adapter = adapter
+        self._ranks = ranks
+        self._raise = raise_on_mismatch
+        self._unchecked: set[GraphKey] = set()
+
+    def after_capture(self, graphs: GraphSet) -> None:
+        """Drops those of `graphs` that differ.  What there is no sample input for
+        is left to ``on_use``.
+
+        Raises:
+            RuntimeError: a graph differs, on any rank, and that is to stop the
+                start.
+        """
+        self._unchecked = set()
+        try:
+            mismatches = check_graphs(self._adapter, graphs, self._ranks)
+        except NoSampleInputError:
+            self._unchecked = set(graphs.graphs)
+            return
+        if self._raise:
+            for mismatch in chain(*self._ranks.everyone(mismatches)):
+                raise RuntimeError(
+                    f"{self._describe(mismatch)}; "
+                    'additional_config.encoder_cg.on_mismatch is "raise"'
+                )
+        for mismatch in mismatches:
+            self._drop(graphs, [mismatch.key], mismatch)
+
+    def on_use(
+        self,
+        graphs: GraphSet,
+        batch: EncoderBatch,
+        sub_batch: SubBatch,
+        embeddings: list[torch.Tensor],
+    ) -> list[torch.Tensor] | None:
+        """Compares graphs at their first use with eager, where they could not be
+        checked before.
+
+        Args:
+            embeddings: what the graphs made of the items of `sub_batch`.
+
+        Returns:
+            None: nothing speaks against these embeddings; else what to hand out
+            instead, and the graphs are dropped.
+        """
+        keys = [step.key for step in sub_batch.steps.values() if step.key is not None]
+        if self._unchecked.isdisjoint(keys):
+            return None
+        self._unchecked.difference_update(keys)
+        eager = self._adapter.assemble(
+            batch,
+            sub_batch.indices,
+            {
+                path: self._adapter.eager(batch, sub_batch.indices, path)
+                for path in sub_batch.steps
+            },
+        )
+        mismatch = compare_items(keys[0], embeddings, eager)
+        if self._ranks.share_forwards:
+            found = self._ranks.everyone(mismatch)
+            mismatch = next((each for each in found if each is not None), None)
+        if mismatch is None:
+            return None
+        self._drop(graphs, keys, mismatch)
+        return eager
+
+    def _drop(
+        self, graphs: GraphSet, keys: Iterable[GraphKey], mismatch: Mismatch
+    ) -> None:
+        logger.error(
+            "%s; the graph is dropped and what it would have held runs eagerly. "
+            'Set additional_config.encoder_cg.on_mismatch to "raise" to stop the '
+            "start instead",
+            self._describe(mismatch),
+        )
+        for key in keys:
+            graphs.drop(key)
+
+    def _describe(self, mismatch: Mismatch) -> str:
+        return (
+            f"Encoder CUDA graph ({mismatch.key}) of "
+            f"{type(self._adapter.model).__name__} differs from eager by "
+            f"{mismatch.error:.2e} (relative norm; allowed: {mismatch.tolerance:.0e}; "
+            f"attention backend: {self._adapter.backend_name()})"
+        )
