@@ -34,6 +34,8 @@ class EncoderOptions:
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """``additional_config["encoder_cg"]``."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of ``EngineArgs``."""
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.architecture is None):
@@ -62,15 +64,19 @@ def captured_encoder(options: EncoderOptions) -> Iterator[EncoderCudaGraphManage
     from vllm.platforms import current_platform
 
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
+    from vllm_encoder_cg.samples.cpu_gaps import without_driver
     from vllm_encoder_cg.samples.model_builder import (
         build_model,
         make_vllm_config,
         single_rank,
     )
 
-    with tempfile.TemporaryDirectory(prefix="vllm-encoder-cg-") as folder:
+    on_cpu = current_platform.is_cpu()
+    with (
+        without_driver() if on_cpu else contextlib.nullcontext(),
+        tempfile.TemporaryDirectory(prefix="vllm-encoder-cg-") as folder,
+    ):
         engine_args = _engine_args(options, Path(folder))
-        on_cpu = current_platform.is_cpu()
         engine_args["dtype"] = options.dtype or ("float32" if on_cpu else "auto")
         vllm_config = make_vllm_config(
             **engine_args,
@@ -111,7 +117,7 @@ def _engine_args(options: EncoderOptions, folder: Path) -> dict[str, Any]:
         )
     if options.trust_remote_code:
         engine_args["trust_remote_code"] = True
-    return engine_args
+    return engine_args | options.engine
 
 
 def _compilation_config(options: EncoderOptions) -> dict[str, Any]:

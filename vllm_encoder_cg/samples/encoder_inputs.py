@@ -15,7 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.models.gemma4 import Gemma4Adapter
+from vllm_encoder_cg.models.minicpmv import MiniCPMVAdapter
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
+from vllm_encoder_cg.models.padded_samples import TokenGrid, fit_grid
 from vllm_encoder_cg.models.tiled_tower import TiledTowerAdapter
 
 ImageSize = tuple[int, int]
@@ -172,3 +175,72 @@ class TiledInputs:
 
 
 register_maker(TiledTowerAdapter, TiledInputs())
+
+
+class SoftTokenInputs:
+    """Images and frames scaled to fill most of their soft tokens."""
+
+    def images(
+        self,
+        adapter: Gemma4Adapter,
+        sizes: Sequence[ImageSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        width = adapter.image_width()
+        return adapter.random_images([fit_grid(*s, width) for s in sizes], generator)
+
+    def videos(
+        self,
+        adapter: Gemma4Adapter,
+        clips: Sequence[VideoSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        grids = [
+            [fit_grid(width, height, adapter.frame_width)] * frames
+            for frames, width, height in clips
+        ]
+        return adapter.random_videos(grids, generator)
+
+
+register_maker(Gemma4Adapter, SoftTokenInputs())
+
+
+class SlicedInputs:
+    """An overview and, where the image is larger, up to 9 slices of its shape; a
+    frame is not sliced."""
+
+    most_slices = 9
+
+    def images(
+        self,
+        adapter: MiniCPMVAdapter,
+        sizes: Sequence[ImageSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        side = adapter.model.config.image_size
+        items = [self._slices(size, side, adapter.patch_size) for size in sizes]
+        return adapter.random_kwargs("image", items, generator)
+
+    def videos(
+        self,
+        adapter: MiniCPMVAdapter,
+        clips: Sequence[VideoSize],
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        most = (adapter.model.config.image_size // adapter.patch_size) ** 2
+        items = [[fit_grid(w, h, most)] * frames for frames, w, h in clips]
+        return adapter.random_kwargs("video", items, generator)
+
+    def _slices(self, size: ImageSize, side: int, patch: int) -> list[TokenGrid]:
+        width, height = size
+        most = (side // patch) ** 2
+        count = min(self.most_slices, -(-width * height // side**2))
+        grids = [fit_grid(width, height, most)]
+        if count > 1:
+            rows, columns = fit_grid(width, height, count)
+            cell = fit_grid(width / columns, height / rows, most)
+            grids += [cell] * (rows * columns)
+        return grids
+
+
+register_maker(MiniCPMVAdapter, SlicedInputs())
