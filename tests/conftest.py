@@ -11,12 +11,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from tests.support import vllm_metadata
 
 if TYPE_CHECKING:
     from tests.support.encoders import Encoders
+
+# No test is about time, and an example may be the one that imports vLLM.
+hypothesis.settings.register_profile("without_deadline", deadline=None)
+hypothesis.settings.load_profile("without_deadline")
 
 _METADATA_FOLDER = pytest.StashKey[tempfile.TemporaryDirectory]()
 
