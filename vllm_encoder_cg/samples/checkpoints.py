@@ -62,16 +62,20 @@ def write_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
 
     token_ids = special_token_ids(sample.special_tokens)
-    config = {
-        "architectures": [sample.vllm_architecture or sample.name],
+    generation = {
         "bos_token_id": token_ids[PAD],
         "eos_token_id": token_ids[TURN_END],
         "pad_token_id": token_ids[PAD],
+    }
+    config = {
+        "architectures": [sample.vllm_architecture or sample.name],
+        **generation,
         **sample.make_config(vision, token_ids),
     }
-    generation = {
-        key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    # transformers would fill in the ids of the released vocabulary.
+    for name in ("text_config", "language_config"):
+        if name in config:
+            config[name] = generation | config[name]
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", generation)
     for name, content in sample.make_files(vision).items():
@@ -88,11 +92,14 @@ def write_checkpoint(
     return directory
 
 
-def engine_kwargs(architecture: str) -> dict[str, Any]:
+def engine_kwargs(architecture: str, **overrides: Any) -> dict[str, Any]:
     """The arguments of ``vllm.LLM``, beside ``model``, for a sample checkpoint.
 
-    Nothing in them is about CUDA graphs or the device; override what a test
-    needs otherwise, e.g. ``LLM(model=..., **engine_kwargs(name) | {"seed": 1})``.
+    Args:
+        architecture: a key of ``ARCHITECTURES``.
+        overrides: further arguments, which win; dictionaries are merged, so that
+            ``compilation_config={"cudagraph_mm_encoder": True}`` keeps what the
+            architecture sets there.
 
     Raises:
         ValueError: the architecture is unknown.
@@ -106,7 +113,21 @@ def engine_kwargs(architecture: str) -> dict[str, Any]:
     }
     if sample.remote_code:
         kwargs["trust_remote_code"] = True
-    return kwargs | sample.engine
+    layers = [sample.engine, overrides]
+    if sample.cpu_engine and _vllm_runs_on_cpu():
+        layers.insert(1, sample.cpu_engine)
+    for layer in layers:
+        for key, value in layer.items():
+            if isinstance(value, dict) and isinstance(kwargs.get(key), dict):
+                value = kwargs[key] | value
+            kwargs[key] = value
+    return kwargs
+
+
+def _vllm_runs_on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def prompt(architecture: str, *, images: int = 0, videos: int = 0) -> str:
