@@ -134,13 +134,20 @@ def check_graph(
         for i in reversed(range(len(batch.specs)))
         if batch.specs[i].get_path_output_tokens(path)
     ]
-    with torch.inference_mode():
-        result = replay(batch, indices)
-        reference = adapter.eager(batch, indices, path)
-    tokens = [batch.specs[i].get_path_output_tokens(path) for i in indices]
-    if sum(tokens) != reference.shape[0] or result.shape != reference.shape:
-        return Mismatch(shape.key, float("inf"), _tolerance(reference.dtype))
-    return compare_items(shape.key, result.split(tokens), reference.split(tokens))
+    # Then one item alone: nearly all of the graph is padding.
+    for chosen in (indices, indices[:1]):
+        tokens = [batch.specs[i].get_path_output_tokens(path) for i in chosen]
+        with torch.inference_mode():
+            result = replay(batch, chosen)
+            reference = adapter.eager(batch, chosen, path)
+        if sum(tokens) != reference.shape[0] or result.shape != reference.shape:
+            return Mismatch(shape.key, float("inf"), _tolerance(reference.dtype))
+        mismatch = compare_items(
+            shape.key, result.split(tokens), reference.split(tokens)
+        )
+        if mismatch is not None:
+            return mismatch
+    return None
 
 
 def compare_items(

@@ -34,7 +34,14 @@ def _bilinear_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HIDDEN
+    dtype = out.dtype.element_ty
+    target = out + row.to(tl.int64) * HIDDEN + columns
     if row >= tl.load(row_starts + sequences):
+        # Attention kernels read whole tiles of values and multiply what is beyond
+        # a sequence by zero: padding must be finite.
+        tl.store(target, tl.zeros([BLOCK], dtype), mask=mask)
         return
     sequence = find_sequence(row_starts, sequences, row, steps)
     local = row - tl.load(row_starts + sequence)
@@ -59,9 +66,6 @@ def _bilinear_kernel(
     upper_right = dx - both
     upper_left = 1.0 - dy - upper_right
 
-    dtype = out.dtype.element_ty
-    columns = tl.arange(0, BLOCK)
-    mask = columns < HIDDEN
     a = tl.load(table + (top * SIDE + left) * HIDDEN + columns, mask=mask)
     b = tl.load(table + (top * SIDE + right) * HIDDEN + columns, mask=mask)
     c = tl.load(table + (bottom * SIDE + left) * HIDDEN + columns, mask=mask)
@@ -72,7 +76,7 @@ def _bilinear_kernel(
         + lower_left.to(dtype) * c
         + both.to(dtype) * d
     )
-    tl.store(out + row.to(tl.int64) * HIDDEN + columns, value, mask=mask)
+    tl.store(target, value, mask=mask)
 
 
 def bilinear_positions(
@@ -95,8 +99,7 @@ def bilinear_positions(
         merge_size: patches per side of the blocks in which rows are ordered.
 
     Returns:
-        ``[rows, hidden]`` in the table's dtype; rows behind the last sequence
-        are not written.
+        ``[rows, hidden]`` in the table's dtype; 0 behind the last sequence.
     """
     hidden = table.shape[1]
     sequences = heights.shape[0]

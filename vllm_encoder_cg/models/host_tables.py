@@ -9,6 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+_TILE_ROWS = 256
+"""No attention kernel here reads more rows at once."""
+
 
 class HostTable:
     """An int32 table written on the host, then copied to the device at once.
@@ -75,6 +78,10 @@ def copy_rows(
         offsets: item i has the rows ``offsets[i] : offsets[i + 1]``.
         buffer: ``[capacity rows, ...]``, written from row 0.
 
+    Attention kernels read whole tiles of values, also beyond the last sequence,
+    and multiply what does not belong to it by zero; so rows that may have been left
+    not finite are cleared as far as a tile reaches.
+
     Returns:
         The rows written.
 
@@ -98,6 +105,8 @@ def copy_rows(
         rows = source if stop - start == source.shape[0] else source[start:stop]
         buffer[written:end].copy_(rows, non_blocking=True)
         written = end
+    if buffer.is_floating_point():
+        buffer[written : written + _TILE_ROWS].zero_()
     return written
 
 

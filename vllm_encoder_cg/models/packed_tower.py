@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -186,6 +187,12 @@ class PackedTowerAdapter(EncoderAdapter):
     def device(self) -> torch.device:
         return self.tower.device
 
+    @cached_property
+    def _row_type(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of an input row: every batch is compared with them, and
+        reading them off the modules each time takes longer than the comparison."""
+        return self.row_shape, self.pixel_dtype
+
     def make_table(
         self,
         capacity: GraphCapacity,
@@ -290,9 +297,10 @@ class PackedTowerAdapter(EncoderAdapter):
                 self._known_specs[modality, grid] = spec
             specs.append(spec)
         offsets = list(accumulate((spec.input_size for spec in specs), initial=0))
-        if pixels.shape != (offsets[-1], *self.row_shape):
+        row_shape, dtype = self._row_type
+        if pixels.shape != (offsets[-1], *row_shape):
             return None
-        if pixels.dtype.is_floating_point != self.pixel_dtype.is_floating_point:
+        if pixels.dtype.is_floating_point != dtype.is_floating_point:
             return None
         return EncoderBatch(
             modality, specs, mm_kwargs, PackedItems(pixels, grids, offsets)
