@@ -57,7 +57,7 @@ def test_compilation_config_reaches_the_manager(
     assert manager.token_budgets == BUDGETS
     assert manager.get_num_graphs_to_capture() == len(BUDGETS)
     assert manager.get_cumulative_stats()["num_budgets"] == len(BUDGETS)
-    assert not manager.settings.cost_model
+    assert manager.settings.log_every_items == 3
 
 
 def test_without_the_flag_there_is_no_manager(

@@ -8,29 +8,47 @@ These modules import torch and vLLM only inside their commands, so that
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Annotated
 
-_COMMANDS = ("demo", "verify")
+from typer import Option, Typer
+
+from vllm_encoder_cg import __version__
+
+_COMMANDS = ("demo", "models", "verify")
 """Modules here, each with a function of the same name."""
 
 
 def main() -> None:
     """Entry point of the console script."""
-    import typer
-
-    app = typer.Typer(
+    app = Typer(
         name="vllm-encoder-cg",
-        help="Encoder CUDA graphs for vLLM.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    app.callback()(_version_option)
+    app.callback()(_common)
     for name in _COMMANDS:
         module = import_module(f"{__name__}.{name}")
         app.command(name)(getattr(module, name))
     app()
 
 
-def _version_option() -> None:
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"vllm-encoder-cg {__version__}")
+        raise SystemExit(0)
+
+
+def _common(
+    version: Annotated[
+        bool,
+        Option(
+            "--version",
+            help="Print the version.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
     """Encoder CUDA graphs for vLLM."""

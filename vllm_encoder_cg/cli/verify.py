@@ -135,7 +135,8 @@ def verify(
         try:
             verifier = Verifier(manager, tolerance=tolerance, seed=seed)
         except ValueError as error:
-            fail(str(error))
+            # Every graph failed or differed, or there cannot be any.
+            fail(str(error), code=1 if manager.active else 2)
         cases = (
             [given]
             if given

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: quick to answer, and its exit codes mean something."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.variants import AttendsAcrossImages
+from vllm_encoder_cg.cli.verify import verify
+from vllm_encoder_cg.samples.media import photographs
+
+ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+
+
+def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_encoder_cg", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("command", ["demo", "models", "verify"])
+def test_help_is_there(command: str) -> None:
+    result = run(command, "--help")
+    assert result.returncode == 0, result.stderr
+    assert "--json" in result.stdout
+
+
+def test_help_names_the_commands_and_loads_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; sys.argv[1:] = ['--help']\n"
+        "from vllm_encoder_cg.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    for command in ("demo", "models", "verify"):
+        assert command in result.stdout
+
+
+def test_version() -> None:
+    from vllm_encoder_cg import __version__
+
+    result = run("--version")
+    assert result.returncode == 0 and __version__ in result.stdout
+
+
+def test_models_as_json() -> None:
+    result = run("models", "--json")
+    models = json.loads(result.stdout)
+    assert ARCHITECTURE in [model["architecture"] for model in models["adapted"]]
+    assert run("models").stdout.count(ARCHITECTURE) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either a checkpoint as model"),
+        (("--model", "a", "--architecture", "b"), "give either a checkpoint as model"),
+        (("--architecture", "b", "--items", "12"), "items: got '12'"),
+        (("--architecture", "b", "--budgets", "1,x"), "budgets: got '1,x'"),
+    ],
+)
+def test_wrong_arguments_of_verify(arguments: tuple[str, ...], message: str) -> None:
+    result = run("verify", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_verify_writes_what_it_found(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    verify(
+        architecture=ARCHITECTURE,
+        items="64x64*2,video:4x64x64",
+        budgets="16,64",
+        batches=0,
+        json=file,
+    )
+    results = json.loads(file.read_text())
+    assert results["ok"] and results["problems"] == []
+    assert results["architecture"] == ARCHITECTURE
+    (case,) = results["cases"]
+    assert (case["hits"], case["eager"], case["budgets"]) == (3, 0, [16, 16])
+    assert case["error"] < 1e-4
+
+
+def test_verify_fails_where_the_encoder_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def adapt(model: Any, vllm_config: Any) -> Any:
+        return AttendsAcrossImages(model, vllm_config), None
+
+    monkeypatch.setattr("vllm_encoder_cg.manager.adapt", adapt)
+    with pytest.raises(SystemExit) as end:
+        verify(architecture=ARCHITECTURE, items="64x64*2", budgets="16", batches=0)
+    assert end.value.code == 1
+
+
+def test_demo_without_an_image_there() -> None:
+    result = run("demo", "--image", "no-such-file.jpg")
+    assert result.returncode == 2
+    assert "no-such-file.jpg" in result.stderr
+
+
+@pytest.mark.vllm_e2e
+def test_demo(tmp_path: Path) -> None:
+    """One photograph of the user's own, alone and with a video made from it."""
+    photograph, file = tmp_path / "mine.png", tmp_path / "results.json"
+    photographs()[0][1].resize((300, 200)).save(photograph)
+    result = run(
+        *("demo", "--image", str(photograph), "--max-tokens", "4"),
+        *("--json", str(file)),
+        timeout=800,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = json.loads(file.read_text())
+    assert results["ok"]
+    assert results["statistics"]["graph_hits"] == 4
+    items = [item for prompt in results["prompts"] for item in prompt["items"]]
+    assert [item["pixels"] for item in items] == [
+        "300x200",
+        "300x200",
+        "8x224x224",
+        "300x200",
+    ]
+    for item in items:
+        assert item["error"] < 1e-4
+        assert item["budget"] >= item["tokens"] + item["padding"] > item["padding"]
+    for prompt in results["prompts"]:
+        assert prompt["token_ids"] == prompt["token_ids_without_graphs"]
+    assert "difference from eager" in result.stdout
