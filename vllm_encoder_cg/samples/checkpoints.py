@@ -69,6 +69,7 @@ def write_checkpoint(
     }
     config = {
         "architectures": [sample.vllm_architecture or sample.name],
+        "dtype": "bfloat16",
         **generation,
         **sample.make_config(vision, token_ids),
     }

@@ -29,6 +29,8 @@ HIDDEN = HEADS * HEAD_SIZE
 class SampleArchitecture:
     """The recipe of a sample checkpoint.
 
+    All of them generate in vLLM's CPU engine, images and videos alike.
+
     Attributes:
         name: the model class in vLLM; several MiniCPM-V classes share one
             ``vllm_architecture``.
@@ -40,10 +42,9 @@ class SampleArchitecture:
         video_placeholder: the same for one video; None without videos.
         tokenizer_options: entries for ``tokenizer_config.json``.
         engine: further arguments that ``vllm.LLM`` needs.
+        cpu_engine: the same, only on vLLM's CPU build.
         remote_code: files of ``samples/remote_code`` that the folder needs; they
             make ``trust_remote_code=True`` necessary.
-        cpu_engine_gap: why the text model cannot run in vLLM's CPU engine; None
-            where it runs.
     """
 
     name: str
@@ -56,8 +57,8 @@ class SampleArchitecture:
     vllm_architecture: str | None = None
     tokenizer_options: Json = field(default_factory=dict)
     engine: Json = field(default_factory=dict)
+    cpu_engine: Json = field(default_factory=dict)
     remote_code: tuple[str, ...] = ()
-    cpu_engine_gap: str | None = None
 
 
 def pixel_limits(vision: Vision, minimum: int, maximum: int) -> Json:

@@ -24,7 +24,6 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
     heads = HEADS if small else 10
     return {
         "model_type": "deepseek_vl_v2",
-        "dtype": "bfloat16",
         "tile_tag": "2D",
         "global_view_pos": "head",
         "projector_config": {

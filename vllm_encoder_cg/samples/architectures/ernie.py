@@ -42,7 +42,6 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
     return {
         "model_type": "ernie4_5_moe_vl",
         "auto_map": {"AutoConfig": "configuration_ernie_sample.SampleErnieConfig"},
-        "dtype": "bfloat16",
         "tie_word_embeddings": False,
         "im_patch_id": ids["<|IMAGE_PLACEHOLDER|>"],
         "image_start_token_id": ids["<|IMAGE_START|>"],

@@ -45,7 +45,6 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
     small = vision == "small"
     return {
         "model_type": "gemma3",
-        "dtype": "bfloat16",
         "bos_token_id": ids["<bos>"],
         "boi_token_index": ids["<start_of_image>"],
         "eoi_token_index": ids["<end_of_image>"],

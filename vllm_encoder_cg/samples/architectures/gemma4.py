@@ -35,7 +35,6 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
     small = vision == "small"
     return {
         "model_type": "gemma4",
-        "dtype": "bfloat16",
         "bos_token_id": ids["<bos>"],
         "boi_token_id": ids["<|image>"],
         "eoi_token_id": ids["<image|>"],

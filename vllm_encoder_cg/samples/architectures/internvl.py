@@ -23,7 +23,6 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
         "auto_map": {
             "AutoConfig": "configuration_internvl_sample.SampleInternVLConfig"
         },
-        "dtype": "bfloat16",
         "tie_word_embeddings": False,
         "select_layer": -1,
         "downsample_ratio": 0.5,

@@ -20,7 +20,6 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
     small = vision == "small"
     return {
         "model_type": "kimi_vl",
-        "dtype": "bfloat16",
         "media_placeholder_token_id": ids["<|media_pad|>"],
         "text_config": {
             "model_type": "deepseek_v2",

@@ -36,7 +36,6 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
     adapter = 64 if small else 4096
     return {
         "model_type": "llama4",
-        "dtype": "bfloat16",
         "tie_word_embeddings": False,
         "boi_token_index": ids["<|image_start|>"],
         "eoi_token_index": ids["<|image_end|>"],

@@ -64,7 +64,6 @@ def _config(version: _Version, vision: Vision, ids: TokenIds) -> Json:
         "auto_map": {
             "AutoConfig": "configuration_minicpmv_sample.SampleMiniCPMVConfig"
         },
-        "dtype": "bfloat16",
         "version": version.version,
         "query_num": _queries(version, vision),
         "image_size": 112 if small else 448,

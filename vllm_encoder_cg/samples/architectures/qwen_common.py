@@ -29,7 +29,6 @@ def qwen_sample(
     name: str,
     make_config: Callable[[Vision, TokenIds], Json],
     make_files: Callable[[Vision], dict[str, Json]],
-    engine: Json | None = None,
 ) -> SampleArchitecture:
     """A sample with Qwen's vision tokens, for images and videos."""
     return SampleArchitecture(
@@ -40,5 +39,4 @@ def qwen_sample(
         make_files=make_files,
         image_placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         video_placeholder="<|vision_start|><|video_pad|><|vision_end|>",
-        engine=engine or {},
     )

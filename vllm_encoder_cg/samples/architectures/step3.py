@@ -28,7 +28,6 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
     small = vision == "small"
     return {
         "model_type": "step3_vl",
-        "dtype": "bfloat16",
         "image_token_id": ids["<im_patch>"],
         "understand_projector_stride": 2,
         "projector_bias": False,
