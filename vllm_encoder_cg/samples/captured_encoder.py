@@ -78,10 +78,11 @@ def captured_encoder(options: EncoderOptions) -> Iterator[EncoderCudaGraphManage
     ):
         engine_args = _engine_args(options, Path(folder))
         engine_args["dtype"] = options.dtype or ("float32" if on_cpu else "auto")
+        compilation_config = engine_args.pop("compilation_config", {})
         vllm_config = make_vllm_config(
             **engine_args,
             attention_backend=options.backend,
-            compilation_config=_compilation_config(options),
+            compilation_config=compilation_config | _compilation_config(options),
             settings=options.settings,
             seed=options.seed,
             max_tokens=options.max_tokens
