@@ -41,7 +41,8 @@ class EncoderStats:
                     continue
                 self.replays[step.key] += 1
                 self.real_tokens += step.tokens
-                self.padded_tokens += step.key.token_budget - step.tokens
+                # A graph of whole rows or tiles may hold more than its budget.
+                self.padded_tokens += max(0, step.key.token_budget - step.tokens)
             reasons = sub_batch.eager_reasons
             self.misses.update(reasons.values())
             self.hits += len(sub_batch.indices) - len(reasons)

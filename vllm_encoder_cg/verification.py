@@ -68,7 +68,7 @@ class CaseResult:
     def padding(self) -> float:
         """Share of the replayed tokens that belong to no item."""
         total = sum(self.budgets)
-        return 1 - self.replayed_tokens / total if total else 0.0
+        return max(0.0, 1 - self.replayed_tokens / total) if total else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
