@@ -96,12 +96,18 @@ def _run(
 ) -> None:
     try:
         join(rank, size, port)
-        end.send((True, function(rank, size, *arguments)))
+        result = function(rank, size, *arguments)
+        end.send((True, result))
     except BaseException:
         end.send((False, traceback.format_exc()))
-    # Process groups and their threads are of no use to an orderly exit.
+        end.close()
+        # Threads of a process group may wait for ranks that do not come any more.
+        os._exit(1)
     end.close()
-    os._exit(0)
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def join(rank: int, size: int, port: int) -> None:

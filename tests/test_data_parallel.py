@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders on two ranks, over gloo: equal to one rank's, and never stuck."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.encoders import Encoders
+from tests.support.rank_cases import (
+    BATCHES,
+    INTERNVL,
+    QWEN3,
+    STEP3,
+    TOY_ITEMS,
+    Outcome,
+    encode_on_rank,
+    end_on_rank,
+    fail_out_of_step,
+    faults_on_rank,
+)
+from vllm_encoder_cg.samples.checkpoints import write_checkpoint
+from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
+from vllm_encoder_cg.samples.rank_processes import RankError, run_on_ranks
+from vllm_encoder_cg.verification import eager_embeddings
+from vllm_encoder_cg.verification_cases import MediaBatch
+
+RANKS = 2
+TOLERANCE = 1e-4
+ENCODERS = [
+    (QWEN3, "data"),
+    (QWEN3, "weights"),
+    (INTERNVL, "data"),
+    (INTERNVL, "weights"),
+    (STEP3, "data"),
+]
+
+Outcomes = list[dict[Any, Any]]
+"""By rank."""
+
+
+def make_inputs(adapter: Any, batch: MediaBatch, seed: int) -> dict[str, Any]:
+    if batch.modality == "video":
+        clips = [(item.frames, item.width, item.height) for item in batch.items]
+        return video_batch(adapter, clips, seed)
+    return image_batch(adapter, [(i.width, i.height) for i in batch.items], seed)
+
+
+@pytest.fixture(scope="module")
+def outcomes(encoders: Encoders, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Every batch of every encoder, on all ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for architecture in {name for name, _ in ENCODERS}:
+        manager = encoders.get(architecture).manager
+        write_checkpoint(architecture, folder / architecture)
+        batches = {}
+        for seed, (name, batch) in enumerate(BATCHES[architecture].items()):
+            mm_kwargs = make_inputs(manager.adapter, batch, seed)
+            references = eager_embeddings(manager.model, mm_kwargs)
+            batches[name] = (mm_kwargs, references)
+        torch.save(batches, folder / f"{architecture}.pt")
+    return run_on_ranks(encode_on_rank, RANKS, str(folder), ENCODERS, timeout_s=600)
+
+
+@pytest.fixture(scope="module")
+def faults() -> Outcomes:
+    """Everything that a rank does unlike the others and survives."""
+    return run_on_ranks(faults_on_rank, RANKS, timeout_s=300)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mode", "batch"),
+    [(a, mode, batch) for a, mode in ENCODERS for batch in BATCHES[a]],
+)
+def test_equals_a_single_rank(
+    architecture: str, mode: str, batch: str, outcomes: Outcomes
+) -> None:
+    count = len(BATCHES[architecture][batch].items)
+    by_rank: list[Outcome] = [of[architecture, mode, batch] for of in outcomes]
+    # So do the weights that each rank drew.
+    assert max(outcome.model_error for outcome in by_rank) < TOLERANCE
+    if mode == "weights" and batch == "eagerly only":
+        assert all(outcome.error is None for outcome in by_rank)
+        return
+    for outcome in by_rank:
+        assert outcome.error is not None and outcome.error < TOLERANCE
+    eager = int(batch in ("above every budget", "eagerly only"))
+    if mode == "weights":
+        assert all(o.replayed == count - eager and o.eager == eager for o in by_rank)
+    else:
+        assert sum(outcome.eager for outcome in by_rank) == eager
+        assert sum(outcome.replayed for outcome in by_rank) == count - eager
+        own = [outcome.replayed + outcome.eager for outcome in by_rank]
+        assert min(own) >= (1 if count > 1 else 0)
+
+
+@pytest.mark.parametrize(("architecture", "mode"), ENCODERS)
+def test_outputs_stay_as_they_are(
+    architecture: str, mode: str, outcomes: Outcomes
+) -> None:
+    assert not any(of[architecture, mode, "changed"] for of in outcomes)
+
+
+def test_a_huge_item_has_a_rank_to_itself(outcomes: Outcomes) -> None:
+    own = [of[QWEN3, "data", "one huge, many small"].replayed for of in outcomes]
+    assert own == [1, 6]
+
+
+@pytest.mark.parametrize("mode", ["data", "weights"])
+def test_embeddings_go_to_the_model_on_all_ranks(mode: str, outcomes: Outcomes) -> None:
+    assert not any(of[QWEN3, mode, "embeddings taken"] for of in outcomes)
+
+
+each_mode = pytest.mark.parametrize("mode", ["data", "weights"])
+
+
+def assert_right(by_rank: list[Outcome], *, encoded: bool = True) -> None:
+    """All ranks encoded the batch right, or all left it to the model."""
+    assert all((outcome.error is not None) == encoded for outcome in by_rank)
+    assert all((outcome.error or 0.0) < TOLERANCE for outcome in by_rank)
+
+
+@each_mode
+def test_toy_equals_a_single_rank(mode: str, faults: Outcomes) -> None:
+    for by_rank in zip(*(of[f"{mode}: nothing"] for of in faults), strict=True):
+        assert_right(by_rank)
+        items = [outcome.replayed + outcome.eager for outcome in by_rank]
+        assert sum(items) == len(TOY_ITEMS) * (1 if mode == "data" else RANKS)
+
+
+@each_mode
+def test_a_graph_that_fails_on_one_rank(mode: str, faults: Outcomes) -> None:
+    by_rank = [of[f"{mode}: capture fails"] for of in faults]
+    dropped = 2 * 2  # two paths, two widths
+    expected = [0, dropped] if mode == "data" else [dropped, dropped]
+    assert [result["dropped"] for result in by_rank] == expected
+    assert_right([result["outcome"] for result in by_rank])
+
+
+@each_mode
+def test_a_rank_without_any_graph(mode: str, faults: Outcomes) -> None:
+    by_rank = [of[f"{mode}: every capture fails"] for of in faults]
+    captured = mode == "data"
+    assert all(result["captured"] == captured for result in by_rank)
+    assert by_rank[-1]["graphs"] == 0
+    assert (by_rank[0]["graphs"] > 0) == captured
+    assert_right([result["outcome"] for result in by_rank], encoded=captured)
+
+
+@each_mode
+def test_a_graph_that_differs_on_one_rank(mode: str, faults: Outcomes) -> None:
+    by_rank = [of[f"{mode}: check fails"] for of in faults]
+    dropped = [result["dropped"] for result in by_rank]
+    assert dropped[-1] == 2 * 2
+    assert dropped[0] == (0 if mode == "data" else 2 * 2)
+    assert_right([result["outcome"] for result in by_rank])
+
+
+@each_mode
+def test_a_difference_on_one_rank_stops_the_start_on_all(
+    mode: str, faults: Outcomes
+) -> None:
+    for message in (of[f"{mode}: check stops the start"] for of in faults):
+        assert "differs from eager" in message and "on_mismatch" in message
+
+
+@each_mode
+def test_a_batch_that_raises_goes_to_the_model_on_all_ranks(
+    mode: str, faults: Outcomes
+) -> None:
+    by_rank = [of[f"{mode}: batch fails"] for of in faults]
+    for number, outcomes in enumerate(zip(*by_rank, strict=True)):
+        assert_right(outcomes, encoded=number % 2 == 1)
+
+
+def test_a_wrong_shape_on_one_rank_reaches_no_one(faults: Outcomes) -> None:
+    for by_rank in zip(*(of["data: wrong shape"] for of in faults), strict=True):
+        assert_right(by_rank, encoded=False)
+
+
+@each_mode
+def test_an_observer_that_raises_changes_nothing(mode: str, faults: Outcomes) -> None:
+    assert_right([of[f"{mode}: observer fails"] for of in faults])
+
+
+def test_a_rank_that_ends_is_an_error_on_the_others() -> None:
+    with pytest.raises(RankError, match="rank 1 ended without a result"):
+        run_on_ranks(end_on_rank, RANKS, "data", timeout_s=120)
+
+
+def test_a_sharded_encoder_out_of_step_is_an_error_in_time() -> None:
+    first, last = run_on_ranks(fail_out_of_step, RANKS, timeout_s=120)
+    assert first == "nothing"
+    assert last.startswith("OutOfStepError") and "behind by more than 2.0 s" in last
+
+
+def test_a_stage_without_a_tower_stays_out(encoders: Encoders) -> None:
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    manager = encoders.get(QWEN3).manager
+    adapter = type(manager.adapter)(manager.model, manager.vllm_config)
+    adapter.tower = StageMissingLayer("image_tower")
+    reason = adapter.unsupported_reason()
+    assert reason is not None and "not loaded on this rank" in reason
