@@ -64,5 +64,6 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml tests/requirements/cpu-overrides.txt | $(VENV)/bin/python
 	$(PYTHON) -m pip install --quiet uv
-	$(PYTHON) -m uv pip install --python $(PYTHON) $(OVERRIDES) --editable '.[$(EXTRAS)]'
+	$(PYTHON) -m uv pip install --compile-bytecode --python $(PYTHON) $(OVERRIDES) \
+		--editable '.[$(EXTRAS)]'
 	touch $@
