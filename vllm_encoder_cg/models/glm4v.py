@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm_encoder_cg.models.grid_rows import bicubic_positions
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
 
@@ -16,18 +15,16 @@ class Glm4vAdapter(PackedTowerAdapter):
     architectures = ("Glm4vForConditionalGeneration",)
 
     def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
-        rows, attention = arguments.rows, arguments.attention
-        cos, sin = arguments.geometry.rotary_tables(
-            self.tower.rotary_pos_emb.cos_sin_cache
-        )
+        geometry, attention = arguments.geometry, arguments.attention
+        cos, sin = geometry.rotary_tables(self.tower.rotary_pos_emb.cos_sin_cache)
         table = self.tower.embeddings.position_embedding.weight
         side = int(table.shape[0] ** 0.5)
         return self.tower(
             arguments.pixels,
             None,
             encoder_metadata={
-                "pos_embeds": bicubic_positions(table, side, side, rows).to(
-                    table.dtype
+                "pos_embeds": geometry.bicubic_positions(
+                    table, side, side, normalised=True
                 ),
                 "rotary_pos_emb_cos": cos,
                 "rotary_pos_emb_sin": sin,

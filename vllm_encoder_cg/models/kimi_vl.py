@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_encoder_cg.models.grid_rows import bicubic_positions
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_layout import Grid
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
@@ -74,12 +73,12 @@ class KimiVLAdapter(PackedTowerAdapter):
             arguments.pixels,
             None,
             encoder_metadata={
-                "pos_embeds": bicubic_positions(
+                "pos_embeds": arguments.geometry.bicubic_positions(
                     positions.weight.flatten(0, 1),
                     positions.height,
                     positions.width,
-                    rows,
-                ).to(positions.weight.dtype),
+                    normalised=False,
+                ),
                 "rope_freqs_cis": rope[rows.row, rows.col],
                 "cu_seqlens": attention.cu_seqlens,
                 "max_seqlen": attention.max_seqlen,

@@ -81,3 +81,30 @@ class PackedGeometry:
                 self.merge_size,
             )
         return grid_rows.bilinear_positions(table, side, self.rows)
+
+    def bicubic_positions(
+        self, table: torch.Tensor, height: int, width: int, *, normalised: bool
+    ) -> torch.Tensor:
+        """Embeddings ``[rows, hidden]`` interpolated from a table, bicubically.
+
+        Args:
+            table: ``[height x width, hidden]``.
+            normalised: whether the eager forward computes coordinates by way of
+                [-1, 1], as ``grid_sample`` takes them.
+        """
+        if kernels.is_available(table.device):
+            from vllm_encoder_cg.kernels.bicubic_positions import bicubic_positions
+
+            return bicubic_positions(
+                table,
+                height,
+                width,
+                self.row_starts,
+                self.heights,
+                self.widths,
+                self.row_index.shape[0],
+                self.merge_size,
+                normalised,
+            )
+        positions = grid_rows.bicubic_positions(table, height, width, self.rows)
+        return positions.to(table.dtype)
