@@ -148,20 +148,20 @@ def _open(path: Path) -> tuple[str, Image.Image]:
 
 def _start(spec: EngineSpec, how: str, verbose: bool) -> EngineRun:
     """Runs an engine in a fresh process, which gives all GPU memory back."""
-    log = spec.folder / "log.txt"
+    log = None if verbose else spec.folder / "log.txt"
     with (
         console.status(f"vLLM {how} ..."),
         ProcessPoolExecutor(
             1,
             mp_context=get_context("spawn"),
-            initializer=None if verbose else redirect_output,
-            initargs=() if verbose else (log,),
+            initializer=redirect_output,
+            initargs=(log,),
         ) as pool,
     ):
         try:
             return pool.submit(run_engine, spec).result()
         except Exception as error:
-            if log.exists():
+            if log is not None and log.exists():
                 print(log.read_text(errors="replace")[-8000:])
             fail(f"vLLM {how} failed: {type(error).__name__}: {error}")
 

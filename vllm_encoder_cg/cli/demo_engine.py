@@ -70,8 +70,10 @@ class EngineRun:
     statistics: dict[str, Any] = field(default_factory=dict)
 
 
-def redirect_output(log: Path) -> None:
-    """Sends everything that this process prints to a file."""
+def redirect_output(log: Path | None) -> None:
+    """Sends everything that this process prints to a file, if one is given."""
+    if log is None:
+        return
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -93,23 +95,23 @@ def run_engine(spec: EngineSpec) -> EngineRun:
     )
     run = EngineRun()
     recorder = _Recorder()
-    if spec.graphs:
-        manager = manager_of(llm)
-        if manager is None or not manager.is_captured():
-            run.inactive_reason = getattr(manager, "inactive_reason", None) or (
-                "no graph was captured"
-            )
-            return run
+    manager = manager_of(llm) if spec.graphs else None
+    if spec.graphs and (manager is None or not manager.is_captured()):
+        run.inactive_reason = (
+            getattr(manager, "inactive_reason", None) or "no graph was captured"
+        )
+        return run
+    if manager is not None:
         manager.observer = recorder.attach(manager)
     for prompt in spec.prompts:
-        if spec.graphs and not _takes(manager, prompt):
+        if manager is not None and not _takes(manager, prompt):
             continue
         forget_media(llm)
         recorder.items = []
         output = llm.chat(prompt.messages, sampling, use_tqdm=False)[0]
         run.token_ids[prompt.name] = list(output.outputs[0].token_ids)
         run.items[prompt.name] = recorder.items
-    if spec.graphs:
+    if manager is not None:
         run.device = str(manager.device)
         run.dtype = str(manager.dtype).removeprefix("torch.")
         run.architecture = type(manager.model).__name__
@@ -130,9 +132,10 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
     on_cpu = current_platform.is_cpu()
     args: dict[str, Any] = {"model": spec.model, "max_model_len": -1}
     if spec.model is None:
-        vision = "small" if on_cpu else "released"
-        args = engine_kwargs(ARCHITECTURE)
-        args["model"] = str(write_checkpoint(ARCHITECTURE, spec.folder, vision=vision))
+        folder = write_checkpoint(
+            ARCHITECTURE, spec.folder, vision="small" if on_cpu else "released"
+        )
+        args = engine_kwargs(ARCHITECTURE) | {"model": str(folder)}
         if on_cpu:
             args |= {"dtype": "float32", "max_num_batched_tokens": 2048}
     args |= {
