@@ -192,8 +192,8 @@ def test_a_rank_that_ends_is_an_error_on_the_others() -> None:
 
 def test_a_sharded_encoder_out_of_step_is_an_error_in_time() -> None:
     first, last = run_on_ranks(fail_out_of_step, RANKS, timeout_s=120)
-    assert first == "nothing"
-    assert last.startswith("OutOfStepError") and "behind by more than 2.0 s" in last
+    assert first.startswith("OutOfStepError") and "has ended" in first
+    assert last.startswith("OutOfStepError") and "behind by more than 2 s" in last
 
 
 def test_a_stage_without_a_tower_stays_out(encoders: Encoders) -> None:

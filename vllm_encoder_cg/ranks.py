@@ -110,10 +110,14 @@ class EncoderRanks:
                 else:
                     work.wait(timedelta(seconds=timeout_s))
             except RuntimeError as error:
+                late = (
+                    f", or is behind by more than {timeout_s:.0f} s"
+                    if timeout_s
+                    else ""
+                )
                 raise OutOfStepError(
                     "encoder CUDA graphs: another rank of the tensor-parallel group "
-                    f"has ended or is behind by more than {timeout_s} s; its log says "
-                    f"why ({error})"
+                    f"has ended{late}; its log says why ({error})"
                 ) from error
             return int(votes)
 

@@ -122,6 +122,7 @@ def encode_on_rank(
             arguments and references per batch.
     """
     outcomes: dict[tuple[str, str, str], Outcome | bool] = {}
+    gc.freeze()  # vLLM's modules
     for architecture, mode in encoders:
         batches = torch.load(Path(folder) / f"{architecture}.pt", weights_only=False)
         with captured(Path(folder) / architecture, size, mode) as on_rank:
@@ -316,7 +317,7 @@ def _batch_fails(rank: int, size: int, mode: str) -> list[Outcome]:
     """On one rank where ranks are independent of each other, else on all."""
     on_rank = toy_rank(size, mode)
     on_rank.manager.capture()
-    fails = mode == "weights" or _last(rank, size)
+    fails = mode == "weights" or rank == 0  # which has the items without graphs
     outcomes = []
     for name in ("parse", "assemble", "eager", "fill"):
         with raising(on_rank.manager.adapter, name, fails):
