@@ -149,3 +149,24 @@ def test_graphs_to_capture_are_known_before(
     manager = make_variant(sound, monkeypatch, budgets=BUDGETS)
     assert manager.get_num_graphs_to_capture() == len(BUDGETS)
     assert manager.token_budgets == BUDGETS
+
+
+def test_what_exceeds_the_memory_limit_is_left_out(
+    sound: EncoderCudaGraphManager,
+    monkeypatch: pytest.MonkeyPatch,
+    package_log: pytest.LogCaptureFixture,
+) -> None:
+    # As on a GPU on which the graphs of the largest budget take 1 MiB per token.
+    taken = iter([0, *(budget << 20 for budget in (256, 96, 96))])
+    monkeypatch.setattr("vllm_encoder_cg.capture._memory_in_use", lambda _: next(taken))
+    manager = make_variant(
+        sound, monkeypatch, budgets=BUDGETS, memory_limit_gib=100 / 1024
+    )
+    manager.capture()
+    stats = manager.get_cumulative_stats()
+    assert stats["num_budgets"] == 5 and stats["dropped_graphs"] == []
+    assert any("memory_limit_gib" in r.getMessage() for r in package_log.records)
+    assert replayed(manager, SMALL) == [16]
+    assert manager.execute(image_batch(sound.adapter, [(512, 512)], 0)) is None
+    reasons = manager.get_cumulative_stats()["misses_by_reason"]
+    assert reasons[EagerReason.ABOVE_EVERY_BUDGET.value] == 1

@@ -14,6 +14,7 @@ import torch
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import (
+    AxisKeys,
     BatchLimits,
     BudgetGraphMetadata,
     GraphCapacity,
@@ -48,6 +49,12 @@ class GraphSet:
         self.graphs.pop(key, None)
         self.dropped[key] = self.shapes[key].capacity
 
+    def leave_out(self, key: GraphKey) -> None:
+        """Forgets a captured graph, and its buffers if there is no other."""
+        del self.graphs[key], self.shapes[key]
+        if not self.graphs:
+            self.arena = BufferArena(self.arena.device)
+
     def replay(
         self,
         key: GraphKey,
@@ -81,6 +88,53 @@ class GraphSet:
         )
 
 
+class _MemoryLimit:
+    """Which budgets to capture so that a limit holds.
+
+    The first graph of a path, its largest, takes nearly all of the path's memory;
+    so only first graphs are measured, and one that takes too much says by how much
+    the next one has to be smaller.
+    """
+
+    def __init__(self, limit_bytes: float | None) -> None:
+        self._limit = limit_bytes
+        self._largest: dict[str, int] = {}
+        self._measured: set[tuple[str, AxisKeys]] = set()
+
+    def admits(self, key: GraphKey) -> bool:
+        return key.token_budget <= self._largest.get(key.path, key.token_budget)
+
+    def is_to_measure(self, key: GraphKey) -> bool:
+        return (
+            self._limit is not None and (key.path, key.axis_keys) not in self._measured
+        )
+
+    def holds(self, key: GraphKey, taken_bytes: int) -> bool:
+        """Whether a graph that was just captured may stay.
+
+        Args:
+            taken_bytes: by all graphs so far.
+        """
+        assert self._limit is not None
+        if taken_bytes <= self._limit:
+            self._measured.add((key.path, key.axis_keys))
+            return True
+        budget = key.token_budget
+        self._largest[key.path] = min(
+            budget - 1, int(budget * self._limit / taken_bytes)
+        )
+        logger.info(
+            "Encoder CUDA graph (%s) would take graph memory to %.2f GiB, above "
+            "additional_config.encoder_cg.memory_limit_gib of %.2f; it and those above "
+            "%d tokens are left out, and larger items run eagerly",
+            key,
+            taken_bytes / 2**30,
+            self._limit / 2**30,
+            self._largest[key.path],
+        )
+        return False
+
+
 def capture_graphs(
     adapter: EncoderAdapter,
     shapes: Sequence[GraphShape],
@@ -88,10 +142,15 @@ def capture_graphs(
     device: torch.device,
     graph_pool: Any,
     ranks: EncoderRanks,
+    memory_limit_bytes: float | None = None,
 ) -> GraphSet:
     """Records a graph for every shape, in the order given (largest first).
 
     A shape that fails is dropped with one warning and gives its memory back.
+
+    Args:
+        memory_limit_bytes: the largest graphs of a path are left out until what is
+            captured takes no more; smaller ones share the memory of larger ones.
 
     Raises:
         OutOfStepError: recording a sharded encoder failed on some ranks only.
@@ -100,11 +159,20 @@ def capture_graphs(
     result = GraphSet.empty(device)
     recorder = make_recorder(device, graph_pool)
     before = _memory_in_use(device)
+    limit = _MemoryLimit(memory_limit_bytes)
     with ranks.recording(device):
         for shape in shapes:
+            if not limit.admits(shape.key):
+                continue
             result.shapes[shape.key] = shape
             error = _capture_one(result, adapter, shape, limits, recorder, ranks)
             if error is None:
+                if limit.is_to_measure(shape.key):
+                    _give_back(device)
+                    taken = ranks.in_step(_memory_in_use(device) - before)
+                    if not limit.holds(shape.key, taken):
+                        result.leave_out(shape.key)
+                        _give_back(device)
                 continue
             result.drop(shape.key)
             logger.warning(

@@ -159,6 +159,9 @@ class EncoderCudaGraphManager:
             self.device,
             graph_pool,
             self._ranks,
+            None
+            if self.settings.memory_limit_gib is None
+            else self.settings.memory_limit_gib * 2**30,
         )
         if self.settings.self_check:
             self._check.after_capture(self._graphs)
