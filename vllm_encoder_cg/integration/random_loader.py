@@ -149,6 +149,11 @@ def _make_loader_class() -> type:
                 )
             answer_capture_query_without_cuda()
             fill_with_random_weights(model, self.seed)
+            # MiniCPM-V's own load_weights does this too: the resampler's table of
+            # positions is made on the host.
+            move = getattr(model, "_ensure_resampler_device", None)
+            if move is not None:
+                move()
 
     return RandomModelLoader
 

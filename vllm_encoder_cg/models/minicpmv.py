@@ -103,7 +103,7 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
         the one that they were captured with, which this keeps alive.
         """
         if self._positions is None:
-            self._positions = self.model.resampler.pos_embed
+            self._positions = self.model.resampler.pos_embed.to(self.device)
         return self._positions
 
     # -- EncoderAdapter ------------------------------------------------------
