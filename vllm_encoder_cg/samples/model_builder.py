@@ -18,6 +18,19 @@ from vllm_encoder_cg.integration.random_loader import (
 )
 
 
+def inspect_in_process() -> None:
+    """Has vLLM read a model class's properties here instead of in a new process.
+
+    vLLM does it elsewhere to keep this process clear of CUDA, at the price of
+    importing itself again for every architecture it has not seen.  Whoever builds a
+    model alone imports its class in this process anyway.
+    """
+    from vllm.model_executor.models import registry
+
+    if hasattr(registry, "_run_in_subprocess"):
+        registry._run_in_subprocess = lambda inspect: inspect()
+
+
 def make_vllm_config(
     model: str | Path,
     *,
@@ -43,6 +56,7 @@ def make_vllm_config(
     from vllm.engine.arg_utils import EngineArgs
 
     register_random_loader()
+    inspect_in_process()
     if load_format == LOAD_FORMAT:
         engine_args.setdefault("model_loader_extra_config", {"seed": seed})
     if attention_backend is not None:
