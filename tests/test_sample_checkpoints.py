@@ -55,10 +55,6 @@ def inspected_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_model_config(architecture: str, folder: Path, **overrides: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_encoder_cg.samples.model_builder import inspect_in_process
-
-    inspect_in_process()
-
     kwargs = engine_kwargs(architecture, **overrides)
     return EngineArgs(model=str(folder), **kwargs).create_model_config()
 
