@@ -63,6 +63,7 @@ class EncoderCudaGraphManager:
         )
         self.adapter: EncoderAdapter
         self.adapter, self.inactive_reason = adapt(model, vllm_config)
+        self._capture_seconds = 0.0
         self.stats = EncoderStats()
         self.observer: Observer | None = None
         """Called after each planned batch; None: nobody."""
@@ -174,10 +175,11 @@ class EncoderCudaGraphManager:
         if self.device.type == "cuda":
             self._measure()
         self._make_planner()
+        self._capture_seconds = time.perf_counter() - begin
         logger.info(
             "Encoder CUDA graphs: %s; %.1f s with check and measurement",
             self._graphs.summary(),
-            time.perf_counter() - begin,
+            self._capture_seconds,
         )
 
     def _measure(self) -> None:
@@ -342,6 +344,7 @@ class EncoderCudaGraphManager:
             "token_budgets": self.token_budgets,
             "dropped_graphs": [str(key) for key in self._graphs.dropped],
             "graph_memory_bytes": self._graphs.memory_bytes,
+            "capture_seconds": self._capture_seconds,
         }
 
     def _maybe_log(self) -> None:
