@@ -41,8 +41,9 @@ def _config(vision: Vision, ids: TokenIds) -> Json:
             "q_lora_rank": None,
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 64,
+            # The dimensions that GPU kernels of this attention exist for.
+            "qk_nope_head_dim": 64 if small else 128,
+            "v_head_dim": 64 if small else 128,
             "max_position_embeddings": 32768,
             "rope_parameters": {"rope_type": "default", "rope_theta": 800000.0},
         },
