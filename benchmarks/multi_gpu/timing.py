@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times an encoder on several ranks: eager, vLLM's in-tree manager, ours.
+
+The workload is the reference design's: 20 images of 336x336 per request.  All
+ways take turns, every rank starts a request at once, and its time is that of
+the slowest rank, as in ``vllm bench mm-processor``.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.multi_gpu.setup import (
+    Encoder,
+    built,
+    encode,
+    synchronize,
+    write_encoder,
+)
+
+IN_TREE_BUDGETS = [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864]
+IN_TREE_ITEMS = 8
+
+Call = Callable[[], Any]
+Row = dict[str, Any]
+
+
+def time_encoder(encoder: Encoder, ranks: int, rounds: int) -> list[Row]:
+    """One row per way, with mean and P99 in ms, and the exchange's parts in us."""
+    from vllm_encoder_cg.samples.rank_processes import run_on_ranks
+
+    with tempfile.TemporaryDirectory(prefix="multi-gpu-") as folder:
+        checkpoint = write_encoder(encoder, ranks, Path(folder))
+        return run_on_ranks(time_on_rank, ranks, encoder, checkpoint, rounds)[0]
+
+
+def time_on_rank(
+    rank: int, ranks: int, encoder: Encoder, checkpoint: Path, rounds: int
+) -> list[Row]:
+    from vllm.platforms import current_platform
+
+    from vllm_encoder_cg.samples.encoder_inputs import image_batch
+
+    small = encoder.vision == "small"
+    count, side = (4, 128) if small else (20, 336)
+    with built(encoder, ranks, checkpoint) as manager:
+        capture(manager)
+        mm_kwargs = image_batch(manager.adapter, [(side, side)] * count, seed=0)
+        calls: dict[str, Call] = {
+            "eager": lambda: manager.model.embed_multimodal(**mm_kwargs)
+        }
+        if not current_platform.is_cpu():
+            in_tree = _in_tree_manager(manager)
+            calls["in-tree"] = lambda: in_tree.execute(mm_kwargs)
+        calls["ours"] = lambda: encode(manager, mm_kwargs)
+        rows = []
+        for way, times in _time_in_turn(calls, manager._ranks, rounds).items():
+            rows.append(
+                {
+                    "encoder": str(encoder),
+                    "ranks": ranks,
+                    "way": way,
+                    "mean_ms": statistics.mean(times),
+                    "p99_ms": _p99(times),
+                    "requests": len(times),
+                }
+            )
+        if manager._ranks.size > 1:
+            rows += _time_exchange(manager, rounds)
+        return rows
+
+
+def _in_tree_manager(ours: Any) -> Any:
+    """vLLM's own, captured with the reference design's budgets."""
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    fields = {
+        "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS,
+        "encoder_cudagraph_max_vision_items_per_batch": IN_TREE_ITEMS,
+    }
+    with _changed(ours.vllm_config.compilation_config, fields):
+        manager = EncoderCudaGraphManager(
+            ours.vllm_config, ours.device, ours.dtype, ours.model
+        )
+    capture(manager)
+    return manager
+
+
+@contextmanager
+def _changed(config: Any, fields: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(config, name) for name in fields}
+    for name, value in fields.items():
+        setattr(config, name, value)
+    yield
+    for name, value in before.items():
+        setattr(config, name, value)
+
+
+def _time_in_turn(
+    calls: dict[str, Call], ranks: Any, rounds: int, warmup: int = 3
+) -> dict[str, list[float]]:
+    """Milliseconds per request, of the slowest rank."""
+    import torch
+
+    own: dict[str, list[float]] = {way: [] for way in calls}
+    with torch.inference_mode():
+        for call in calls.values():
+            for _ in range(warmup):
+                call()
+        gc.collect()
+        gc.disable()
+        for _ in range(rounds):
+            for way, call in calls.items():
+                synchronize()
+                ranks.all(True)
+                begin = time.perf_counter()
+                call()
+                synchronize()
+                own[way].append((time.perf_counter() - begin) * 1e3)
+        gc.enable()
+    every = ranks.everyone(own)
+    return {way: [max(t) for t in zip(*(o[way] for o in every))] for way in calls}  # noqa: B905
+
+
+def _p99(times: Sequence[float]) -> float:
+    return statistics.quantiles(times, n=100, method="inclusive")[98]
+
+
+def _time_exchange(manager: Any, rounds: int) -> list[Row]:
+    """The vote on the host, and both kinds of gather by how full the ranks are."""
+    import torch
+
+    ranks, width = manager._ranks, manager.config.out_hidden_size
+    rows: list[Row] = [_exchange_row(ranks, "vote", lambda: ranks.all(True), rounds)]
+    total = 640 if manager.device.type == "cpu" else 2400
+    shares = {
+        "equal": [total // ranks.size] * ranks.size,
+        "first twice the others": [2 * total // (ranks.size + 1)]
+        + [total // (ranks.size + 1)] * (ranks.size - 1),
+        "first alone": [total] + [0] * (ranks.size - 1),
+    }
+    for name, counts in shares.items():
+        group = ranks.group
+        padded = torch.zeros(
+            (max(counts), width), dtype=manager.dtype, device=manager.device
+        )
+        own = padded[: counts[ranks.rank]]
+        calls = {
+            "all_gather": lambda group=group, rows=padded: group.all_gather(rows, 0)
+        }
+        if manager._gather.uneven_cost < float("inf"):
+            calls["all_gatherv"] = lambda group=group, rows=own, counts=counts: (
+                group.all_gatherv(rows, 0, counts)
+            )
+        for kind, call in calls.items():
+            row = _exchange_row(ranks, f"{kind}, {name}", call, rounds)
+            row["chosen"] = (kind == "all_gatherv") == manager._gather.is_uneven(counts)
+            rows.append(row)
+    return rows
+
+
+def _exchange_row(ranks: Any, name: str, call: Call, rounds: int) -> Row:
+    times = _time_in_turn({name: call}, ranks, rounds)[name]
+    return {"exchange": name, "ranks": ranks.size, "us": statistics.median(times) * 1e3}
