@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.multi_gpu.setup import (
     Encoder,
     built,
+    capture,
     encode,
     synchronize,
     write_encoder,
