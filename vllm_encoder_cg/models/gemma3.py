@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_encoder_cg.models.tiled_tower import OnePathAdapter, TileKind
+from vllm_encoder_cg.models.one_path_tower import OnePathAdapter
+from vllm_encoder_cg.models.tiled_tower import TileKind
 
 
 class Gemma3Adapter(OnePathAdapter):

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_encoder_cg.models.tiled_tower import OnePathAdapter, TileKind
+from vllm_encoder_cg.models.one_path_tower import OnePathAdapter
+from vllm_encoder_cg.models.tiled_tower import TileKind
 
 
 class Llama4Adapter(OnePathAdapter):
