@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import EncoderItemSpec
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
-from vllm_encoder_cg.sharding import Assignment, ItemWeights, assign_items
+from vllm_encoder_cg.sharding import Assignment, assign_items, weigh_items
 
 WIDTH = 3
 
@@ -77,7 +77,7 @@ def exchange(
 
 def assign(tokens: list[int], ranks: int) -> Assignment:
     specs = [EncoderItemSpec(4 * count, count) for count in tokens]
-    return assign_items(specs, ranks, ItemWeights([], None)(specs))
+    return assign_items(specs, ranks, weigh_items(specs, None))
 
 
 @settings(deadline=None)

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.planning import Case, cases, check_plan, graphs, item
-from vllm_encoder_cg.costs import MeasuredCosts
-from vllm_encoder_cg.definitions import EncoderItemSpec, GraphKey
+from tests.support.planning import Case, cases, check_plan, item
+from vllm_encoder_cg.definitions import EncoderItemSpec
 from vllm_encoder_cg.planner import Plan, Planner
-from vllm_encoder_cg.sharding import Assignment, ItemWeights, assign_items, place
+from vllm_encoder_cg.sharding import (
+    Assignment,
+    PathRate,
+    assign_items,
+    place,
+    weigh_items,
+)
 
 specs_of = st.lists(st.integers(0, 500).map(item), max_size=20)
 
@@ -21,13 +26,13 @@ specs_of = st.lists(st.integers(0, 500).map(item), max_size=20)
 def assign(*tokens: int, ranks: int = 2) -> Assignment:
     """Items of so many tokens, balanced by input size."""
     specs = [item(count) for count in tokens]
-    return assign_items(specs, ranks, ItemWeights([], None)(specs))
+    return assign_items(specs, ranks, weigh_items(specs, None))
 
 
 @settings(deadline=None)
 @given(specs_of, st.integers(1, 9))
 def test_every_item_on_one_rank(specs: list[EncoderItemSpec], ranks: int) -> None:
-    assignment = assign_items(specs, ranks, ItemWeights([], None)(specs))
+    assignment = assign_items(specs, ranks, weigh_items(specs, None))
     assert len(assignment.items) == len(assignment.tokens) == ranks
     assert sorted(assignment.order) == list(range(len(specs)))
     for items, tokens in zip(assignment.items, assignment.tokens, strict=True):
@@ -40,7 +45,7 @@ def test_every_item_on_one_rank(specs: list[EncoderItemSpec], ranks: int) -> Non
 def test_equal_specs_give_equal_assignments(
     specs: list[EncoderItemSpec], ranks: int
 ) -> None:
-    weights = ItemWeights([], None)(specs)
+    weights = weigh_items(specs, None)
     again = [item(spec.output_tokens) for spec in specs]
     assert assign_items(specs, ranks, weights) == assign_items(again, ranks, weights)
 
@@ -99,55 +104,44 @@ def test_bad_arguments(ranks: int, weights: list[float], message: str) -> None:
         assign_items([item(1)], ranks, weights)
 
 
-class TestItemWeights:
-    """Of what the ranks know alike."""
+def test_without_rates_an_item_weighs_its_input_size() -> None:
+    spec = EncoderItemSpec(input_size=123, output_tokens=7)
+    assert weigh_items([spec], None) == [123.0]
 
-    keys = (*graphs(64, 256), *graphs(64, 128, path="local"))
 
-    def test_without_costs_the_input_size(self) -> None:
-        spec = EncoderItemSpec(input_size=123, output_tokens=7)
-        assert ItemWeights(self.keys, None)([spec]) == [123.0]
+def test_paths_add_up_at_their_own_rates() -> None:
+    rates = {"global": PathRate(0.5, 0.0), "local": PathRate(2.0, 0.0)}
+    specs = [item({"global": 4, "local": 16}), item({"global": 4, "local": 0})]
+    assert weigh_items(specs, rates) == [2.0 + 32.0, 2.0]
 
-    def test_share_of_the_largest_graph(self) -> None:
-        replay_ms = {GraphKey("default", 64): 2.0, GraphKey("default", 256): 6.0}
-        costs = MeasuredCosts(replay_ms, {"default": {64: 50.0}})
-        assert ItemWeights(replay_ms, costs)([item(128), item(32)]) == [3.0, 0.75]
 
-    def test_above_every_budget_an_eager_forward(self) -> None:
-        replay_ms = {GraphKey("default", 64): 2.0}
-        costs = MeasuredCosts(replay_ms, {"default": {64: 5.0, 128: 7.0}})
-        assert ItemWeights(replay_ms, costs)([item(128)]) == [7.0]
+def test_attention_grows_with_the_square_of_a_frame() -> None:
+    rates = {"default": PathRate(0.0, 1.0)}
+    image = item(100, sequences=1, rows=400)
+    video = item(100, sequences=4, rows=400)
+    tiles = item(100)
+    assert weigh_items([image, video, tiles], rates) == [160000.0, 40000.0, 0.0]
 
-    def test_paths_add_up_at_their_own_rates(self) -> None:
-        replay_ms = {GraphKey("global", 64): 2.0, GraphKey("local", 64): 8.0}
-        costs = MeasuredCosts(replay_ms, {"global": {64: 90.0}, "local": {64: 90.0}})
-        weigh = ItemWeights(replay_ms, costs)
-        assert weigh([item({"global": 32, "local": 16})]) == [1.0 + 2.0]
-        assert weigh([item({"global": 32, "local": 0})]) == [1.0]
 
-    def test_an_axis_without_graphs_is_eager(self) -> None:
-        replay_ms = {GraphKey("default", 64, (1,)): 2.0}
-        costs = MeasuredCosts(replay_ms, {"default": {64: 5.0}})
-        weights = ItemWeights(replay_ms, costs)([item(64, (1,)), item(64, (2,))])
-        assert weights == [2.0, 5.0]
+def test_an_item_without_tokens_on_a_path_weighs_nothing_there() -> None:
+    rates = {"local": PathRate(1.0, 1.0)}
+    spec = item({"global": 4, "local": 0}, rows=16)
+    assert weigh_items([spec], rates) == [0.0]
 
-    def test_time_and_not_size_is_balanced(self) -> None:
-        # A local token costs four global ones.
-        replay_ms = {GraphKey("global", 64): 2.0, GraphKey("local", 64): 8.0}
-        costs = MeasuredCosts(replay_ms, {"global": {64: 90.0}, "local": {64: 90.0}})
-        specs = [item({"global": 4, "local": 16})] + [
-            item({"global": 17, "local": 0}) for _ in range(4)
-        ]
-        by_time = assign_items(specs, 2, ItemWeights(replay_ms, costs)(specs))
-        assert by_time.items == ((0,), (1, 2, 3, 4))
+
+def test_time_and_not_size_is_balanced() -> None:
+    # Attention makes one large image slower than its share of the tokens.
+    specs = [item(n, sequences=1, rows=4 * n) for n in (4000, *[1000] * 8)]
+    linear = weigh_items(specs, {"default": PathRate(1.0, 0.0)})
+    with_attention = weigh_items(specs, {"default": PathRate(1.0, 1.0 / 32000)})
+    assert len(assign_items(specs, 2, linear).items[0]) == 3
+    assert len(assign_items(specs, 2, with_attention).items[0]) == 1
 
 
 @settings(deadline=None)
 @given(cases(), st.integers(1, 4))
 def test_plans_of_all_ranks_together_are_a_plan(case: Case, ranks: int) -> None:
-    assignment = assign_items(
-        case.specs, ranks, ItemWeights(case.capacities, None)(case.specs)
-    )
+    assignment = assign_items(case.specs, ranks, weigh_items(case.specs, None))
     planner = Planner(case.capacities, case.paths, dropped=case.dropped)
     placed: list[int] = []
     for items in assignment.items:

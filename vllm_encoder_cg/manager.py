@@ -21,7 +21,7 @@ from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.measurement import measure_costs
+from vllm_encoder_cg.measurement import measure_encoder
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
 from vllm_encoder_cg.planner import Plan, Planner, SubBatch
@@ -29,7 +29,7 @@ from vllm_encoder_cg.ranks import EncoderRanks
 from vllm_encoder_cg.self_check import SelfCheck
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
-from vllm_encoder_cg.sharding import ItemWeights, assign_items, place
+from vllm_encoder_cg.sharding import PathRate, assign_items, place, weigh_items
 
 logger = init_logger(__name__)
 
@@ -72,6 +72,8 @@ class EncoderCudaGraphManager:
         self.costs: CostModel | None = None
         """What the planner prices plans by; None: packed as the reference
         design packs.  The same table on every rank."""
+        self._rates: dict[str, PathRate] | None = None
+        """What items are shared by; None: by input size."""
         self._failed = False
         self._logged_items = 0
         if self.active:
@@ -173,7 +175,12 @@ class EncoderCudaGraphManager:
             self._graphs = GraphSet.empty(self.device)
             return
         if self.device.type == "cuda":
-            self._measure()
+            if self.settings.cost_model:
+                self.costs, self._rates = measure_encoder(
+                    self.adapter, self._graphs, self._ranks
+                )
+            if self._ranks.share_items:
+                self._gather.measure()
         self._make_planner()
         self._capture_seconds = time.perf_counter() - begin
         logger.info(
@@ -181,20 +188,6 @@ class EncoderCudaGraphManager:
             self._graphs.summary(),
             self._capture_seconds,
         )
-
-    def _measure(self) -> None:
-        """What this encoder, and the exchange between ranks, take here."""
-        if self.settings.cost_model:
-            costs, error = None, None
-            try:
-                costs = measure_costs(self.adapter, self._graphs, self._ranks)
-            except Exception as failure:
-                error = failure
-                logger.warning("Encoder costs cannot be measured", exc_info=True)
-            self._ranks.after_forward(error)
-            self.costs = self._ranks.from_first(costs)
-        if self._ranks.share_items:
-            self._gather.measure()
 
     def _make_planner(self) -> None:
         graphs = self._graphs
@@ -204,13 +197,13 @@ class EncoderCudaGraphManager:
             dropped=graphs.dropped,
             costs=self.costs,
         )
-        self._weights = ItemWeights((s.key for s in self._shapes), self.costs)
 
     def clear(self) -> None:
         """Releases all graphs and their buffers; ``execute`` then returns None
         until the next ``capture``."""
         self._planner = None
         self.costs = None
+        self._rates = None
         self._graphs = GraphSet.empty(self.device)
 
     def poison_buffers(self) -> None:
@@ -267,7 +260,8 @@ class EncoderCudaGraphManager:
                 self.stats.count_unsupported()
                 return None
             specs = batch.specs
-            assignment = assign_items(specs, self._ranks.size, self._weights(specs))
+            weights = weigh_items(specs, self._rates)
+            assignment = assign_items(specs, self._ranks.size, weights)
             items = assignment.items[self._ranks.rank]
             plan = place(planner.plan([specs[i] for i in items]), items)
             outputs = self._run_plan(batch, plan)

@@ -13,11 +13,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
 from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.costs import MeasuredCosts
 from vllm_encoder_cg.definitions import AxisKeys, EncoderItemSpec, GraphKey
+from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.sharding import PathRate, attention_work
+
+logger = init_logger(__name__)
 
 _REPLAYS_PER_PATH = 20
 _EAGER_POINTS = 5
@@ -26,6 +30,29 @@ _EAGER_PENALTY = 1.01
 _LARGEST_EAGER_TOKENS = 4096
 """Beyond it an eager forward is bound by the GPU, so its time goes on as it does
 up to here."""
+
+
+def measure_encoder(
+    adapter: EncoderAdapter, graphs: GraphSet, ranks: EncoderRanks
+) -> tuple[MeasuredCosts | None, dict[str, PathRate] | None]:
+    """What plans are priced by, and what items are shared over ranks by; both as
+    the first rank sees it, on every rank.  All ranks call it together.
+
+    None where it cannot be measured, or, of the latter, where there is one rank.
+
+    Raises:
+        OutOfStepError: a forward of a sharded encoder failed on some ranks only.
+    """
+    costs, rates, error = None, None, None
+    try:
+        costs = measure_costs(adapter, graphs, ranks)
+        if ranks.share_items:
+            rates = measure_rates(adapter, graphs, ranks)
+    except Exception as failure:
+        error = failure
+        logger.warning("Encoder costs cannot be measured", exc_info=True)
+    ranks.after_forward(error)
+    return ranks.from_first((costs, rates))
 
 
 def measure_costs(
@@ -55,6 +82,39 @@ def measure_costs(
     return MeasuredCosts(replay_ms, eager_ms)
 
 
+def measure_rates(
+    adapter: EncoderAdapter, graphs: GraphSet, ranks: EncoderRanks
+) -> dict[str, PathRate] | None:
+    """What a token, and attention between rows, take on every path.
+
+    One graph per path is replayed full, and with one small item alone: the rows
+    that it computes are as many, the rows that attend to each other are not.
+
+    Returns:
+        None where a path has no graph, or the model makes no sample input.
+    """
+    rates: dict[str, PathRate] = {}
+    for path in adapter.config().paths:
+        keys = [key for key in graphs.graphs if key.path == path]
+        below = [k for k in keys if k.token_budget <= _LARGEST_EAGER_TOKENS]
+        key = max(below or keys, key=lambda key: key.token_budget, default=None)
+        mm_kwargs = None if key is None else adapter.sample(graphs.shapes[key], seed=0)
+        batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
+        if key is None or batch is None:
+            return None
+        items = _items_on_path(batch.specs, path)
+        work = [attention_work(batch.specs[i]) for i in items]
+        full_ms = _time_items(adapter, graphs, key, batch, items, ranks)
+        attention_ms = 0.0
+        if sum(work) > min(work):
+            least = items[work.index(min(work))]
+            one_ms = _time_items(adapter, graphs, key, batch, [least], ranks)
+            attention_ms = max(0.0, (full_ms - one_ms) / (sum(work) - min(work)))
+        rest_ms = max(0.0, full_ms - attention_ms * sum(work))
+        rates[path] = PathRate(rest_ms / key.token_budget, attention_ms)
+    return rates
+
+
 def _by_path_and_axis(
     keys: Sequence[GraphKey],
 ) -> dict[tuple[str, AxisKeys], list[GraphKey]]:
@@ -80,6 +140,17 @@ def _time_replay(
     if batch is None:
         return None
     indices = _items_on_path(batch.specs, key.path)
+    return _time_items(adapter, graphs, key, batch, indices, ranks)
+
+
+def _time_items(
+    adapter: EncoderAdapter,
+    graphs: GraphSet,
+    key: GraphKey,
+    batch: EncoderBatch,
+    indices: Sequence[int],
+    ranks: EncoderRanks,
+) -> float:
     return _time(lambda: graphs.replay(key, adapter, batch, indices), ranks)
 
 

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank encodes which items of a batch, where encoders are data parallel.
 
-Pure functions of integers and of a cost table that all ranks share: every rank
-computes the same assignment without asking another.
+Pure functions of integers and of rates that all ranks share: every rank computes
+the same assignment without asking another.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vllm_encoder_cg.costs import CostModel
-from vllm_encoder_cg.definitions import AxisKeys, EncoderItemSpec, GraphKey
+from vllm_encoder_cg.definitions import EncoderItemSpec
 from vllm_encoder_cg.planner import Plan, SubBatch
 
 
@@ -62,50 +61,46 @@ def assign_items(
     )
 
 
-class ItemWeights:
-    """What an item adds to the time of the rank that encodes it.
+@dataclass(frozen=True)
+class PathRate:
+    """What encoding on one path takes, beside a replay's fixed cost."""
 
-    Items share replays, so an item adds its tokens times what a token costs in
-    the largest graph of its path and axis keys; one that no graph holds adds an
-    eager forward of its own.  Without costs an item weighs its input size, as in
-    the reference design.
+    token_ms: float
+    """Per output token, attention between rows not included."""
+    attention_ms: float
+    """Per unit of ``attention_work``."""
+
+
+def attention_work(spec: EncoderItemSpec) -> float:
+    """Pairs of rows that attend to each other, where rows of an item do so frame
+    by frame; 0 where its adapter says nothing of rows (a tile's attention is part
+    of its tokens)."""
+    rows = spec.demand.get("rows", 0)
+    return rows * rows / max(1, spec.demand.get("sequences", 1))
+
+
+def weigh_items(
+    specs: Sequence[EncoderItemSpec], rates: Mapping[str, PathRate] | None
+) -> list[float]:
+    """What each item adds to the time of the rank that encodes it.
 
     Args:
-        keys: the graphs that all ranks try to capture.  Those that a rank could
-            not are no part of it, because another rank would not know.
-        costs: the same table on every rank.
+        rates: per path, the same on every rank; None: unknown, so an item weighs
+            its input size, as in the reference design.
     """
+    if rates is None:
+        return [float(spec.input_size) for spec in specs]
+    return [_weigh(spec, rates) for spec in specs]
 
-    def __init__(self, keys: Iterable[GraphKey], costs: CostModel | None) -> None:
-        self._costs = costs
-        largest: dict[tuple[str, AxisKeys], GraphKey] = {}
-        for key in keys:
-            known = largest.get((key.path, key.axis_keys))
-            if known is None or known.token_budget < key.token_budget:
-                largest[key.path, key.axis_keys] = key
-        self._largest: Mapping[tuple[str, AxisKeys], GraphKey] = largest
-        self._paths = tuple(dict.fromkeys(path for path, _ in largest))
 
-    def __call__(self, specs: Sequence[EncoderItemSpec]) -> list[float]:
-        """One weight per item."""
-        if self._costs is None:
-            return [float(spec.input_size) for spec in specs]
-        return [self._weigh(spec, self._costs) for spec in specs]
-
-    def _weigh(self, spec: EncoderItemSpec, costs: CostModel) -> float:
-        weight = 0.0
-        for path in self._paths:
-            tokens = spec.get_path_output_tokens(path)
-            if not tokens:
-                continue
-            eager = costs.eager_cost(path, tokens)
-            key = self._largest.get((path, spec.axis_keys))
-            if key is None or tokens > key.token_budget:
-                weight += eager
-                continue
-            share = tokens / key.token_budget
-            weight += min(eager, costs.replay_cost(key) * share)
-        return weight
+def _weigh(spec: EncoderItemSpec, rates: Mapping[str, PathRate]) -> float:
+    weight = 0.0
+    for path, rate in rates.items():
+        tokens = spec.get_path_output_tokens(path)
+        if tokens:
+            weight += rate.token_ms * tokens
+            weight += rate.attention_ms * attention_work(spec)
+    return weight
 
 
 def place(plan: Plan, items: Sequence[int]) -> Plan:
