@@ -128,13 +128,12 @@ def test_demo(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     results = json.loads(file.read_text())
     assert results["ok"]
-    assert results["statistics"]["graph_hits"] == 4
+    assert results["statistics"]["graph_hits"] == 3
     items = [item for prompt in results["prompts"] for item in prompt["items"]]
     assert [item["pixels"] for item in items] == [
         "300x200",
         "300x200",
         "8x224x224",
-        "300x200",
     ]
     for item in items:
         assert item["error"] < 1e-4

@@ -177,15 +177,20 @@ def _tolerance(dtype: str) -> float:
 def _rows(
     prompt: ChatPrompt, run: EngineRun
 ) -> list[tuple[ChatMedia, ItemRecord | None]]:
-    """Each item with its record.  vLLM encodes a prompt modality by modality, in
-    the order of the prompt; what graphs do not take leaves no record."""
+    """Each item with its record; None: vLLM encoded it without asking for graphs.
+
+    vLLM encodes a prompt modality by modality, in the order of the prompt, and a
+    repeated item once.
+    """
     records: dict[str, list[ItemRecord]] = {}
     for record in run.items[prompt.name]:
         records.setdefault(record.modality, []).append(record)
-    return [
-        (media, records[media.modality].pop(0) if records.get(media.modality) else None)
-        for media in prompt.media
-    ]
+    first: dict[str, ItemRecord | None] = {}
+    for media in prompt.media:
+        if str(media.part) not in first:
+            waiting = records.get(media.modality)
+            first[str(media.part)] = waiting.pop(0) if waiting else None
+    return [(media, first[str(media.part)]) for media in prompt.media]
 
 
 def _table(prompts: Sequence[ChatPrompt], run: EngineRun) -> Table:

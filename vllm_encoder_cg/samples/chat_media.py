@@ -85,7 +85,8 @@ def demo_prompts(
     prompts = [ChatPrompt(item.name, (item,)) for item in media]
     if len(media) > 1:
         prompts.append(ChatPrompt("together", tuple(media)))
-    prompts.append(ChatPrompt("with a video", (media[0], video, media[-1])))
+    around = media[1:] and (media[-1],)
+    prompts.append(ChatPrompt("with a video", (media[0], video, *around)))
     return prompts
 
 
