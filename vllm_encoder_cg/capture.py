@@ -160,30 +160,29 @@ def capture_graphs(
     recorder = make_recorder(device, graph_pool)
     before = _memory_in_use(device)
     limit = _MemoryLimit(memory_limit_bytes)
-    with ranks.recording(device):
-        for shape in shapes:
-            if not limit.admits(shape.key):
-                continue
-            result.shapes[shape.key] = shape
-            error = _capture_one(result, adapter, shape, limits, recorder, ranks)
-            if error is None:
-                if limit.is_to_measure(shape.key):
+    for shape in shapes:
+        if not limit.admits(shape.key):
+            continue
+        result.shapes[shape.key] = shape
+        error = _capture_one(result, adapter, shape, limits, recorder, ranks)
+        if error is None:
+            if limit.is_to_measure(shape.key):
+                _give_back(device)
+                taken = ranks.in_step(_memory_in_use(device) - before)
+                if not limit.holds(shape.key, taken):
+                    result.leave_out(shape.key)
                     _give_back(device)
-                    taken = ranks.in_step(_memory_in_use(device) - before)
-                    if not limit.holds(shape.key, taken):
-                        result.leave_out(shape.key)
-                        _give_back(device)
-                continue
-            result.drop(shape.key)
-            logger.warning(
-                "Encoder CUDA graph (%s) could not be captured and is left out; "
-                "what it would have held runs eagerly: %s: %s",
-                shape.key,
-                type(error).__name__,
-                error,
-            )
-            del error
-            _give_back(device)
+            continue
+        result.drop(shape.key)
+        logger.warning(
+            "Encoder CUDA graph (%s) could not be captured and is left out; "
+            "what it would have held runs eagerly: %s: %s",
+            shape.key,
+            type(error).__name__,
+            error,
+        )
+        del error
+        _give_back(device)
     # What the uncaptured runs left in the allocator's cache is no graph memory.
     _give_back(device)
     result.memory_bytes = max(_memory_in_use(device) - before, result.arena.nbytes())
@@ -208,13 +207,15 @@ def _capture_one(
         error = failure
     if not ranks.ready_for_forward(error is None):
         return error or RuntimeError("another rank could not prepare it")
-    try:
-        graph, output = recorder.record(
-            lambda: adapter.forward(buffers, shape), result.arena
-        )
-    except Exception as failure:
-        error = failure
-    if not ranks.after_forward(error):
+    with ranks.recording(result.arena.device):
+        try:
+            graph, output = recorder.record(
+                lambda: adapter.forward(buffers, shape), result.arena
+            )
+        except Exception as failure:
+            error = failure
+        well = ranks.after_forward(error)
+    if not well:
         return error
     key = shape.key
     result.graphs[key] = BudgetGraphMetadata(

@@ -21,6 +21,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from vllm_encoder_cg.logger import init_logger
+
+logger = init_logger(__name__)
+
 T = TypeVar("T")
 
 START_TIMEOUT_S = 300.0
@@ -174,12 +178,15 @@ class EncoderRanks:
             return error is None
         well = self.count(error is None, START_TIMEOUT_S)
         if 0 < well < self.size:
-            raise OutOfStepError(
+            message = (
                 "encoder CUDA graphs: a forward of the sharded encoder ended well on "
                 f"{well} of {self.size} ranks, on rank {self.rank} with "
                 f"{error or 'no error'}; set --mm-encoder-tp-mode to data, so that "
                 "ranks do not depend on each other, or drop cudagraph_mm_encoder"
-            ) from error
+            )
+            # Now, as leaving vLLM's context of captures may end the process.
+            logger.error("%s", message)
+            raise OutOfStepError(message) from error
         return well > 0
 
     def fail_alike(self, error: Exception) -> None:
@@ -200,11 +207,13 @@ class EncoderRanks:
 
     @contextlib.contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:
-        """Encloses the recording of graphs; on leaving, they can be replayed.
+        """Encloses the recording of one graph; on leaving, it can be replayed.
 
-        vLLM's custom all-reduce hands out garbage outside a capture, and cannot
-        be replayed, before its context of captures is left: that of the runner
-        which called us is left too late for checks and measurements.
+        In vLLM's context of captures, its custom all-reduce hands out garbage to
+        forwards that are not captured, and what is captured can be replayed only
+        after leaving it, when ranks exchange the addresses.  The runner which
+        called us leaves its context too late for checks and measurements, and for
+        graphs that are given back before.
         """
         if not self.share_forwards or device.type != "cuda":
             yield
