@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.host_reads import NoHostAccess
+from vllm_encoder_cg.adapter import GraphShape
+from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import DEFAULT_PATH, BatchLimits, EagerReason, GraphKey
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.models.attention_tables import SequenceTable
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
 from vllm_encoder_cg.models.refusals import varlen_refusal
 from vllm_encoder_cg.models.registry import find_adapter
@@ -195,6 +199,27 @@ def test_eager_gives_the_same_rows(
             rows = adapter.eager(batch, [2, 0])
         assert relative_norm(rows, torch.cat([expected[2], expected[0]])) < TOLERANCE
         assert rows.shape[1] == manager.config.out_hidden_size
+
+
+@every_tower
+def test_forward_reads_nothing_on_the_host(
+    tower: Tower, adapter: PackedTowerAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a CPU attention itself does; the bound that it is given stays on the host.
+    def attend(_: Any, query: Any, key: Any, value: torch.Tensor, **__: Any) -> Any:
+        return value.contiguous()
+
+    monkeypatch.setattr(type(adapter.attention_layer), "forward", attend)
+    bound = torch.tensor(64, dtype=torch.int32)
+    monkeypatch.setattr(SequenceTable, "_max_seqlen", lambda _: bound)
+    key = GraphKey(DEFAULT_PATH, 64)
+    shape = GraphShape(key, adapter.capacity(key, BatchLimits(8, 8)))
+    buffers = adapter.capture_buffers(shape, BufferArena(torch.device("cpu")))
+    with torch.inference_mode():
+        adapter.forward(buffers, shape)
+        with NoHostAccess():
+            output = adapter.forward(buffers, shape)
+    assert output.shape == (64, adapter.out_hidden_size)
 
 
 @every_tower
