@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands set before they import vLLM, and what they find out first."""
+"""What the commands set before they import vLLM."""
 
 from __future__ import annotations
 
@@ -20,10 +20,3 @@ def prepare_vllm(*, offline: bool, verbose: bool = False) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if offline:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-def has_gpu() -> bool:
-    """Whether vLLM will run on a GPU."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cuda_alike())
