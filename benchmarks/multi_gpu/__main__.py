@@ -89,7 +89,7 @@ def run_part(
             for backend in options.backends
             for mode in options.modes
             for row in time_encoder(
-                Encoder(QWEN3, mode, options.vision, backend, max_tokens=None),
+                Encoder(QWEN3, mode, options.vision, backend),
                 ranks,
                 options.rounds,
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ DEEPSEEK = "DeepseekOCRForCausalLM"
 ARCHITECTURES = (QWEN3, INTERNVL, DEEPSEEK)
 
 MAX_TOKENS = {
-    "released": {QWEN3: 4096, INTERNVL: 4096, DEEPSEEK: 1024},
+    "released": {QWEN3: 8192, INTERNVL: 4096, DEEPSEEK: 1024},
     "small": {QWEN3: 256, INTERNVL: 256, DEEPSEEK: 1024},
 }
 """Largest budget; the largest images of the correctness part are above it."""
@@ -31,9 +31,6 @@ class Encoder:
     """"data" or "weights"."""
     vision: str = "released"
     backend: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    max_tokens: int | None = None
-    """None: of ``MAX_TOKENS``."""
 
     def __str__(self) -> str:
         return f"{self.architecture}, {self.mode}, {self.backend or 'default backend'}"
@@ -69,9 +66,8 @@ def make_config(encoder: Encoder, ranks: int, checkpoint: Path) -> Any:
         model=checkpoint,
         dtype="float32" if current_platform.is_cpu() else "bfloat16",
         attention_backend=encoder.backend,
-        settings=encoder.settings,
-        max_tokens=encoder.max_tokens
-        or MAX_TOKENS[encoder.vision][encoder.architecture],
+        settings={"max_graphs": 6} if encoder.vision == "small" else {},
+        max_tokens=MAX_TOKENS[encoder.vision][encoder.architecture],
         tensor_parallel_size=ranks,
         mm_encoder_tp_mode=encoder.mode,
     )

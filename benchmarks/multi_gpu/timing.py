@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times an encoder on several ranks: eager, vLLM's in-tree manager, ours.
 
-The workload is the reference design's: 20 images of 336x336 per request.  All
-ways take turns, every rank starts a request at once, and its time is that of
-the slowest rank, as in ``vllm bench mm-processor``.
+The workload is the reference design's: 20 images of 336x336 per request, which
+the processor scales to 352x352.  All ways take turns, every rank starts a request
+at once, and its time is that of the slowest rank, as in ``vllm bench
+mm-processor``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def time_on_rank(
     from vllm_encoder_cg.samples.encoder_inputs import image_batch
 
     small = encoder.vision == "small"
-    count, side = (4, 128) if small else (20, 336)
+    count, side = (4, 128) if small else (20, 352)
     with built(encoder, ranks, checkpoint) as manager:
         capture(manager)
         mm_kwargs = image_batch(manager.adapter, [(side, side)] * count, seed=0)

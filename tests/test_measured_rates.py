@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What items are shared over ranks by: a token's time, and attention's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.encoders import Encoders
+from vllm_encoder_cg import measurement
+from vllm_encoder_cg.capture import GraphSet
+from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
+from vllm_encoder_cg.sharding import attention_work
+
+PER_REPLAY, PER_TOKEN, PER_WORK = 2.0, 0.01, 1e-6
+RANKS = EncoderRanks(EncoderMode.SINGLE)
+
+
+@pytest.fixture
+def manager(
+    encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> EncoderCudaGraphManager:
+    """One whose replays take the times above, and nothing else."""
+    times: list[float] = []
+
+    def replay(
+        graphs: GraphSet, key: GraphKey, adapter: Any, batch: Any, items: Sequence[int]
+    ) -> None:
+        work = sum(attention_work(batch.specs[i]) for i in items)
+        times.append(PER_REPLAY + PER_TOKEN * key.token_budget + PER_WORK * work)
+
+    def time(call: Callable[[], Any], ranks: EncoderRanks) -> float:
+        call()
+        return times[-1]
+
+    monkeypatch.setattr(GraphSet, "replay", replay)
+    monkeypatch.setattr(measurement, "_time", time)
+    return encoders.get("Qwen3VLForConditionalGeneration").manager
+
+
+def test_attention_is_told_from_the_rest(manager: EncoderCudaGraphManager) -> None:
+    rates = measurement.measure_rates(manager.adapter, manager._graphs, RANKS)
+    assert rates is not None
+    budget = max(key.token_budget for key in manager._graphs.graphs)
+    assert rates["default"].attention_ms == pytest.approx(PER_WORK)
+    assert rates["default"].token_ms == pytest.approx(PER_TOKEN + PER_REPLAY / budget)
+
+
+def test_a_path_without_graphs_has_no_rate(manager: EncoderCudaGraphManager) -> None:
+    empty = GraphSet.empty(manager.device)
+    assert measurement.measure_rates(manager.adapter, empty, RANKS) is None
+
+
+def test_one_rank_shares_nothing(
+    manager: EncoderCudaGraphManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "measure_costs", lambda *_: None)
+    measured = measurement.measure_encoder(manager.adapter, manager._graphs, RANKS)
+    assert measured == (None, None)
+
+
+def test_what_cannot_be_measured_stops_nothing(
+    manager: EncoderCudaGraphManager,
+    monkeypatch: pytest.MonkeyPatch,
+    package_log: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(measurement, "measure_costs", fail)
+    measured = measurement.measure_encoder(manager.adapter, manager._graphs, RANKS)
+    assert measured == (None, None)
+    assert "cannot be measured" in package_log.text
