@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.encoders import Encoders
+from tests.support.native_model import NativeModel
 from tests.support.rank_cases import (
     BATCHES,
     INTERNVL,
@@ -21,6 +22,8 @@ from tests.support.rank_cases import (
     fail_out_of_step,
     faults_on_rank,
 )
+from tests.support.toy_adapter import make_toy_config
+from vllm_encoder_cg.native_adapter import NativeProtocolAdapter
 from vllm_encoder_cg.samples.checkpoints import write_checkpoint
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
 from vllm_encoder_cg.samples.rank_processes import RankError, run_on_ranks
@@ -204,3 +207,13 @@ def test_a_stage_without_a_tower_stays_out(encoders: Encoders) -> None:
     adapter.tower = StageMissingLayer("image_tower")
     reason = adapter.unsupported_reason()
     assert reason is not None and "not loaded on this rank" in reason
+
+
+@pytest.mark.parametrize("mode", ["data", "weights"])
+def test_a_model_without_adapter_shares_no_items(mode: str) -> None:
+    config = make_toy_config()
+    config.model_config.dtype = torch.float32
+    config.model_config.multimodal_config.mm_encoder_tp_mode = mode
+    config.parallel_config.tensor_parallel_size = 2
+    reason = NativeProtocolAdapter(NativeModel(), config).unsupported_reason()
+    assert (reason is not None and "--mm-encoder-tp-mode" in reason) == (mode == "data")

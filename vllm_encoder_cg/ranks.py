@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -191,7 +192,7 @@ class EncoderRanks:
 
     def fail_alike(self, error: Exception) -> None:
         """Where all ranks take part in forwards: returns if a batch failed on all
-        of them with this error, so that they may do something else together.
+        of them in the same place, so that they may do something else together.
 
         Raises:
             OutOfStepError: it did not, or not in time.
@@ -199,10 +200,13 @@ class EncoderRanks:
         if not self.share_forwards:
             return
         self.count(False, BATCH_TIMEOUT_S)
-        errors = self.everyone(f"{type(error).__name__}: {error}")
-        if len(set(errors)) > 1:
+        # Messages may name a GPU or its free memory.
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        place = f"{type(error).__name__} in {frame.filename}:{frame.lineno}"
+        places = self.everyone(place)
+        if len(set(places)) > 1:
             raise OutOfStepError(
-                f"encoder CUDA graphs: a batch failed unlike on the ranks: {errors}"
+                f"encoder CUDA graphs: a batch failed unlike on the ranks: {places}"
             ) from error
 
     @contextlib.contextmanager
