@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.rank_cases import (
     faults_on_rank,
 )
 from tests.support.toy_adapter import make_toy_config
+from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.native_adapter import NativeProtocolAdapter
 from vllm_encoder_cg.samples.checkpoints import write_checkpoint
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
@@ -217,3 +219,25 @@ def test_a_model_without_adapter_shares_no_items(mode: str) -> None:
     config.parallel_config.tensor_parallel_size = 2
     reason = NativeProtocolAdapter(NativeModel(), config).unsupported_reason()
     assert (reason is not None and "--mm-encoder-tp-mode" in reason) == (mode == "data")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_only_the_first_pipeline_stage_captures(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_toy_config(encoder_cudagraph_token_budgets=[4])
+    config.model_config.dtype = torch.float32
+    config.parallel_config.pipeline_parallel_size = 2
+    monkeypatch.setattr(
+        "vllm.distributed.get_pp_group", lambda: SimpleNamespace(is_first_rank=first)
+    )
+    manager = EncoderCudaGraphManager(
+        config, torch.device("cpu"), torch.float32, NativeModel()
+    )
+    manager.capture()
+    assert manager.active == manager.is_captured() == first
+    assert (manager.get_num_graphs_to_capture() > 0) == first
+    if not first:
+        assert "first pipeline stage" in str(manager.inactive_reason)
+        assert not manager.supports_modality("image")
+        assert manager.execute({}) is None

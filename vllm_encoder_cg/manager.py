@@ -25,7 +25,7 @@ from vllm_encoder_cg.measurement import measure_encoder
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
 from vllm_encoder_cg.planner import Plan, Planner, SubBatch
-from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
 from vllm_encoder_cg.self_check import SelfCheck
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
@@ -63,6 +63,7 @@ class EncoderCudaGraphManager:
         )
         self.adapter: EncoderAdapter
         self.adapter, self.inactive_reason = adapt(model, vllm_config)
+        self.inactive_reason = self.inactive_reason or stage_refusal(vllm_config)
         self._capture_seconds = 0.0
         self.stats = EncoderStats()
         self.observer: Observer | None = None

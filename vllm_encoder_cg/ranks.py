@@ -52,6 +52,18 @@ def encoder_mode(vllm_config: Any) -> EncoderMode:
     return EncoderMode(multimodal.mm_encoder_tp_mode)
 
 
+def stage_refusal(vllm_config: Any) -> str | None:
+    """Why this pipeline stage needs no encoder graphs, if so: vLLM encodes on the
+    first stage, though others hold the encoder, too."""
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return None
+    from vllm.distributed import get_pp_group
+
+    if get_pp_group().is_first_rank:
+        return None
+    return "the first pipeline stage encodes, and this is another one"
+
+
 class OutOfStepError(RuntimeError):
     """Ranks did not do the same, which a sharded encoder cannot recover from."""
 

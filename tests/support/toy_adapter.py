@@ -167,5 +167,7 @@ def make_toy_config(**compilation_config: Any) -> Any:
             | compilation_config
         ),
         model_config=SimpleNamespace(multimodal_config=multimodal),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1
+        ),
     )
