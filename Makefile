@@ -64,6 +64,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml tests/requirements/cpu-overrides.txt | $(VENV)/bin/python
 	$(PYTHON) -m pip install --quiet uv
-	$(PYTHON) -m uv pip install --compile-bytecode --python $(PYTHON) $(OVERRIDES) \
+	@echo "Installing vLLM and PyTorch into $(VENV): some minutes"
+	$(PYTHON) -m uv pip install --quiet --compile-bytecode --python $(PYTHON) $(OVERRIDES) \
 		--editable '.[$(EXTRAS)]'
 	touch $@

@@ -68,8 +68,8 @@ def test_models_as_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give either a checkpoint as model"),
-        (("--model", "a", "--architecture", "b"), "give either a checkpoint as model"),
+        ((), "give either --model CHECKPOINT"),
+        (("--model", "a", "--architecture", "b"), "give either --model CHECKPOINT"),
         (("--architecture", "b", "--items", "12"), "items: got '12'"),
         (("--architecture", "b", "--budgets", "1,x"), "budgets: got '1,x'"),
     ],

@@ -46,7 +46,10 @@ _NUMBERS = ("tokens", "budget", "padding", "difference from eager")
 def demo(
     image: Annotated[
         list[Path] | None,
-        Option(help="A photograph of yours; may be repeated. Default: sample ones."),
+        Option(
+            metavar="PATH",
+            help="A photograph of yours; may be repeated. Default: sample ones.",
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -68,7 +71,7 @@ def demo(
     encoded eagerly and compared, and without, to compare the generated tokens.
     Without a GPU the graphs are replaced by running the captured forward again
     on the same buffers.  Exit code: 0 if nothing differs, 1 if something does, 2
-    if there was nothing to compare.
+    if there was nothing to compare or an argument is wrong.
     """
     prompts = tuple(_prompts(image or [], seed))
     prepare_vllm(offline=model is None, verbose=verbose)
@@ -130,7 +133,7 @@ def _prompts(paths: Sequence[Path], seed: int) -> list[ChatPrompt]:
     try:
         images = [_open(path) for path in paths] or photographs()
     except OSError as error:
-        fail(str(error))
+        fail(f"image: {error}; give files that are photographs")
     names: list[str] = []
     for name, _ in images:
         names.append(f"{name} ({len(names) + 1})" if name in names else name)
@@ -149,6 +152,8 @@ def _open(path: Path) -> tuple[str, Image.Image]:
 def _start(spec: EngineSpec, how: str, verbose: bool) -> EngineRun:
     """Runs an engine in a fresh process, which gives all GPU memory back."""
     log = None if verbose else spec.folder / "log.txt"
+    if not console.is_terminal:
+        print(f"vLLM {how} ...", flush=True)
     with (
         console.status(f"vLLM {how} ..."),
         ProcessPoolExecutor(

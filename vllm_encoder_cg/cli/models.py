@@ -34,10 +34,10 @@ def models(
     table = make_table("", _COLUMNS, ())
     for model in ADAPTED:
         axis = f"budget and {model.axis}" if model.axis else "budget"
-        paths = "one" if len(model.paths) == 1 else ", ".join(model.paths)
+        paths = ", ".join(model.paths)
         table.add_row(
             model.architecture, ", ".join(model.modalities), paths, axis, "adapter"
         )
     for name in native:
-        table.add_row(name, "as it says", "", "", "vLLM's protocol")
+        table.add_row(name, "as the model declares", "", "", "vLLM's protocol")
     console.print(table)

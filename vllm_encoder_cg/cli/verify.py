@@ -18,6 +18,7 @@ from vllm_encoder_cg.cli.output import (
     write_json,
     yes,
 )
+from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.verification_cases import FULL_SIDE, Case, parse_items
 
@@ -48,14 +49,21 @@ def verify(
     ] = None,
     architecture: Annotated[
         str | None,
-        Option(help="Instead of a checkpoint: a sample of this architecture."),
+        Option(
+            help="Instead of a checkpoint: a sample of this architecture, by a name "
+            "that `vllm-encoder-cg models` lists."
+        ),
     ] = None,
     vision: Annotated[
         Literal["small", "released"],
         Option(help="Tower of the sample: small, or of the released checkpoint."),
     ] = "small",
     backend: Annotated[
-        str | None, Option(help="Encoder attention backend, e.g. FLASH_ATTN.")
+        str | None,
+        Option(
+            help="Encoder attention backend: FLASH_ATTN, FLASHINFER or TRITON_ATTN. "
+            "Default: vLLM's choice."
+        ),
     ] = None,
     items: Annotated[
         str | None,
@@ -96,7 +104,10 @@ def verify(
             "in float32, 1e-2 in float16, 2e-2 in bfloat16."
         ),
     ] = None,
-    trust_remote_code: Annotated[bool, Option("--trust-remote-code")] = False,
+    trust_remote_code: Annotated[
+        bool,
+        Option("--trust-remote-code", help="Run code that the checkpoint brings."),
+    ] = False,
     seed: Annotated[int, Option(help="Of inputs and random weights.")] = 0,
     json: Annotated[
         Path | None, Option("--json", help="Write the results to this file.")
@@ -107,8 +118,18 @@ def verify(
 
     Builds the model alone, without an engine, captures its encoder and runs a
     list of cases both ways.  Exit code: 0 if all are equal within the tolerance,
-    1 if one is not, 2 if there was nothing to compare.
+    1 if one is not, 2 if there was nothing to compare or an argument is wrong.
     """
+    if (model is None) == (architecture is None):
+        fail(
+            "give either --model CHECKPOINT, or --architecture NAME for a small "
+            "sample (names: vllm-encoder-cg models)"
+        )
+    if architecture is not None and architecture not in ARCHITECTURES:
+        fail(
+            f"architecture: there is no sample of {architecture!r}; there are "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
     try:
         given = parse_items(items) if items else None
         options = EncoderOptions(

@@ -3,12 +3,18 @@
 
 ::
 
+    from pathlib import Path
+
     from vllm import LLM
     from vllm_encoder_cg.samples.checkpoints import engine_kwargs, write_checkpoint
 
-    name = "Qwen3VLForConditionalGeneration"
-    folder = write_checkpoint(name, Path("/tmp/qwen3-vl"))
-    llm = LLM(model=str(folder), **engine_kwargs(name))
+    if __name__ == "__main__":  # vLLM may start processes
+        name = "Qwen3VLForConditionalGeneration"
+        folder = write_checkpoint(name, Path("/tmp/qwen3-vl"))
+        flag = {"cudagraph_mm_encoder": True}
+        llm = LLM(
+            model=str(folder), **engine_kwargs(name, compilation_config=flag)
+        )
 
 The weights come from ``load_format="encoder_cg_random"``.
 """
