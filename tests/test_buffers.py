@@ -62,9 +62,9 @@ def test_an_outgrown_buffer_stays_where_a_graph_expects_it() -> None:
 
 def test_outputs_of_all_paths_share_storage() -> None:
     arena = make_arena()
-    first = arena.output((8, 4), torch.float32)
-    second = arena.output((2, 16), torch.float32)
-    other = arena.output((8, 4), torch.bfloat16)
+    first = arena.output("default", (8, 4), torch.float32)
+    second = arena.output("default", (2, 16), torch.float32)
+    other = arena.output("default", (8, 4), torch.bfloat16)
     assert first.data_ptr() == second.data_ptr() != other.data_ptr()
     assert arena.nbytes() == 8 * 4 * 4 + 8 * 4 * 2
 
@@ -74,7 +74,7 @@ def test_poison_reaches_all_but_tables() -> None:
     buffers = arena.inputs("default", specs(8))
     buffers["tables"].fill_(5)
     bytes_in = arena.inputs("bytes", specs(8, torch.uint8))["pixels"]
-    output = arena.output((8, 4), torch.float32)
+    output = arena.output("default", (8, 4), torch.float32)
     arena.poison()
     assert buffers["pixels"].isnan().all() and output.isnan().all()
     assert (bytes_in == 255).all()

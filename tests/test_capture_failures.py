@@ -10,7 +10,8 @@ import torch
 
 from tests.support.encoders import Encoders
 from tests.support.variants import make_variant
-from vllm_encoder_cg.adapter import GraphShape
+from vllm_encoder_cg.adapter import BufferSpec, GraphShape
+from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.models.qwen3_vl import Qwen3VLAdapter
@@ -170,3 +171,14 @@ def test_what_exceeds_the_memory_limit_is_left_out(
     assert manager.execute(image_batch(sound.adapter, [(512, 512)], 0)) is None
     reasons = manager.get_cumulative_stats()["misses_by_reason"]
     assert reasons[EagerReason.ABOVE_EVERY_BUDGET.value] == 1
+
+
+def test_a_path_that_is_left_out_gives_its_buffers_back() -> None:
+    arena = BufferArena(torch.device("cpu"))
+    whole = arena.inputs("whole", {"pixels": BufferSpec((8, 2), torch.float32)})
+    kept = arena.nbytes()
+    arena.inputs("crop", {"pixels": BufferSpec((4, 2), torch.float32)})
+    arena.inputs("crop", {"pixels": BufferSpec((64, 2), torch.float32)})
+    arena.output("crop", (64, 2), torch.float32)
+    arena.release("crop")
+    assert arena.nbytes() == kept == whole["pixels"].numel() * 4

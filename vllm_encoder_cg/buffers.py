@@ -9,14 +9,14 @@ largest graph first, then no allocation is outgrown.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 
 from vllm_encoder_cg.adapter import BufferSpec
 
-K = TypeVar("K", bound=Hashable)
+K = TypeVar("K", tuple[str, str, torch.dtype], tuple[str, torch.dtype])
 
 
 class BufferArena:
@@ -25,8 +25,8 @@ class BufferArena:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._inputs: dict[tuple[str, str, torch.dtype], torch.Tensor] = {}
-        self._outputs: dict[torch.dtype, torch.Tensor] = {}
-        self._outgrown: list[torch.Tensor] = []
+        self._outputs: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._outgrown: list[tuple[str, torch.Tensor]] = []
 
     def inputs(
         self, path: str, specs: Mapping[str, BufferSpec]
@@ -39,10 +39,18 @@ class BufferArena:
             for name, spec in specs.items()
         }
 
-    def output(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An output tensor; every path's outputs share storage, because each is
-        copied out before the next replay is launched."""
-        return self._slice(self._outputs, dtype, shape, dtype)
+    def output(
+        self, path: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """An output tensor, sharing storage with earlier calls for `path`: each
+        output is copied out before the next replay is launched."""
+        return self._slice(self._outputs, (path, dtype), shape, dtype)
+
+    def release(self, path: str) -> None:
+        """Gives back the storage of a path that has no graph."""
+        self._inputs = {k: v for k, v in self._inputs.items() if k[0] != path}
+        self._outputs = {k: v for k, v in self._outputs.items() if k[0] != path}
+        self._outgrown = [kept for kept in self._outgrown if kept[0] != path]
 
     def _slice(
         self,
@@ -56,7 +64,7 @@ class BufferArena:
         if storage is None or storage.numel() < numel:
             if storage is not None:
                 # A captured graph still holds its address.
-                self._outgrown.append(storage)
+                self._outgrown.append((key[0], storage))
             storage = torch.zeros(numel, dtype=dtype, device=self.device)
             storages[key] = storage
         return storage[:numel].view(shape)
@@ -77,5 +85,9 @@ class BufferArena:
         """Bytes held."""
         return sum(
             t.numel() * t.element_size()
-            for t in (*self._inputs.values(), *self._outputs.values(), *self._outgrown)
+            for t in (
+                *self._inputs.values(),
+                *self._outputs.values(),
+                *(storage for _, storage in self._outgrown),
+            )
         )

@@ -50,10 +50,14 @@ class GraphSet:
         self.dropped[key] = self.shapes[key].capacity
 
     def leave_out(self, key: GraphKey) -> None:
-        """Forgets a captured graph, and its buffers if there is no other."""
+        """Forgets a captured graph, and its buffers if its path has no other."""
         del self.graphs[key], self.shapes[key]
-        if not self.graphs:
-            self.arena = BufferArena(self.arena.device)
+        self.release_unused(key.path)
+
+    def release_unused(self, path: str) -> None:
+        """Gives back the buffers of a path that has no graph."""
+        if not any(key.path == path for key in self.graphs):
+            self.arena.release(path)
 
     def replay(
         self,
@@ -174,6 +178,7 @@ def capture_graphs(
                     _give_back(device)
             continue
         result.drop(shape.key)
+        result.release_unused(shape.key.path)
         logger.warning(
             "Encoder CUDA graph (%s) could not be captured and is left out; "
             "what it would have held runs eagerly: %s: %s",
@@ -210,7 +215,8 @@ def _capture_one(
     with ranks.recording(result.arena.device):
         try:
             graph, output = recorder.record(
-                lambda: adapter.forward(buffers, shape), result.arena
+                lambda: adapter.forward(buffers, shape),
+                lambda size, dtype: result.arena.output(shape.key.path, size, dtype),
             )
         except Exception as failure:
             error = failure

@@ -40,6 +40,8 @@ class EagerReason(enum.Enum):
     """A graph fits, but the measured costs say that eager is faster."""
     DROPPED_GRAPH = "dropped_graph"
     """The graphs that would fit failed to capture or to pass the self-check."""
+    FAILED = "failed"
+    """Running it by graph raised; the log has the first such error."""
     UNSUPPORTED_INPUT = "unsupported_input"
     """Not something graphs encode: precomputed embeddings, malformed sizes."""
 

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_encoder_cg.buffers import BufferArena
-
 Forward = Callable[[], torch.Tensor]
+MakeOutput = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class ReplayableGraph(Protocol):
@@ -33,9 +32,9 @@ class GraphRecorder(Protocol):
     """Records forwards that take no arguments and read captured buffers."""
 
     def record(
-        self, forward: Forward, arena: BufferArena
+        self, forward: Forward, make_output: MakeOutput
     ) -> tuple[ReplayableGraph, torch.Tensor]:
-        """The graph and the output buffer that it writes.
+        """The graph and the output buffer that it writes, from `make_output`.
 
         Raises:
             Exception: whatever the forward or the capture raised; nothing of
@@ -60,11 +59,11 @@ class StaticRecorder:
     """Records for a device without CUDA graphs."""
 
     def record(
-        self, forward: Forward, arena: BufferArena
+        self, forward: Forward, make_output: MakeOutput
     ) -> tuple[ReplayableGraph, torch.Tensor]:
         with torch.inference_mode():
             result = forward()
-            output = arena.output(tuple(result.shape), result.dtype)
+            output = make_output(tuple(result.shape), result.dtype)
         return StaticReplay(forward, output), output
 
 
@@ -92,7 +91,7 @@ class CudaGraphRecorder:
         return self._stream
 
     def record(
-        self, forward: Forward, arena: BufferArena
+        self, forward: Forward, make_output: MakeOutput
     ) -> tuple[ReplayableGraph, torch.Tensor]:
         stream = self._capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -100,7 +99,7 @@ class CudaGraphRecorder:
             # Uncaptured once: libraries load, kernels compile and workspaces
             # grow, none of which may happen during capture.
             result = forward()
-            output = arena.output(tuple(result.shape), result.dtype)
+            output = make_output(tuple(result.shape), result.dtype)
             del result
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(): it collects garbage and empties the

@@ -20,6 +20,7 @@ from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
+from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.measurement import measure_encoder
 from vllm_encoder_cg.metrics import EncoderStats
@@ -232,16 +233,17 @@ class EncoderCudaGraphManager:
         self, mm_kwargs: dict[str, Any], planner: Planner
     ) -> list[torch.Tensor] | None:
         """A batch on this rank, or in step with all ranks."""
+        batch = None
         try:
             batch = self.adapter.parse(mm_kwargs)
             if batch is None:
-                self.stats.count_unsupported()
+                self.stats.count_refused()
                 return None
             plan = planner.plan(batch.specs)
             outputs = None if _wholly_eager(plan) else self._run_plan(batch, plan)
         except Exception as error:
             self._ranks.fail_alike(error)
-            self._count_failure()
+            self._count_failure(batch)
             return None
         self._finish(batch, plan, outputs)
         return outputs
@@ -254,11 +256,11 @@ class EncoderCudaGraphManager:
         Whatever a rank decides by itself (its plan, a graph that it lacks, a
         failure) ends here: all ranks take part in the exchange, or none does.
         """
-        rows = None
+        batch = rows = None
         try:
             batch = self.adapter.parse(mm_kwargs)
             if batch is None:  # of equal arguments, so on every rank
-                self.stats.count_unsupported()
+                self.stats.count_refused()
                 return None
             specs = batch.specs
             weights = weigh_items(specs, self._rates)
@@ -268,18 +270,18 @@ class EncoderCudaGraphManager:
             outputs = self._run_plan(batch, plan)
             rows = self._gather.pack(outputs, specs, assignment)
         except Exception:
-            self._count_failure()
+            self._count_failure(batch)
         # On the host, while the GPU is busy with the rows.
         if not self._ranks.all(rows is not None):
-            if rows is not None:
-                self.stats.count_unsupported()
+            if rows is not None and batch is not None:
+                self.stats.count_refused(len(batch.specs), EagerReason.FAILED)
             return None
         assert batch is not None and rows is not None
         embeddings = self._gather.gather(rows, specs, assignment)
         self._finish(batch, plan, embeddings)
         return embeddings
 
-    def _count_failure(self) -> None:
+    def _count_failure(self, batch: EncoderBatch | None) -> None:
         """Counts a batch that raised and goes to the model's own path."""
         # To raise would end the engine, and with it every other request; vLLM's
         # own path decides what this batch deserves.
@@ -289,7 +291,8 @@ class EncoderCudaGraphManager:
                 "Encoder CUDA graphs could not run a batch; it goes to the "
                 "model's own path (further failures are only counted)"
             )
-        self.stats.count_unsupported()
+        items = 1 if batch is None else len(batch.specs)
+        self.stats.count_refused(items, EagerReason.FAILED)
 
     def _finish(
         self, batch: EncoderBatch, plan: Plan, outputs: list[torch.Tensor] | None
@@ -316,7 +319,8 @@ class EncoderCudaGraphManager:
         rows = {
             path: (
                 self._graphs.replay(step.key, self.adapter, batch, sub_batch.indices)
-                if step.key is not None
+                # A graph of the plan may have been dropped since.
+                if step.key in self._graphs.graphs
                 else self.adapter.eager(batch, sub_batch.indices, path)
             )
             for path, step in sub_batch.steps.items()

@@ -47,11 +47,13 @@ class EncoderStats:
             self.misses.update(reasons.values())
             self.hits += len(sub_batch.indices) - len(reasons)
 
-    def count_unsupported(self, items: int = 1) -> None:
-        """Adds a batch that vLLM's own path encodes."""
+    def count_refused(
+        self, items: int = 1, reason: EagerReason = EagerReason.UNSUPPORTED_INPUT
+    ) -> None:
+        """Adds a batch that vLLM's own path encodes instead."""
         self.batches += 1
         self.eager_calls += 1
-        self.misses[EagerReason.UNSUPPORTED_INPUT] += items
+        self.misses[reason] += items
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for ``get_cumulative_stats``."""

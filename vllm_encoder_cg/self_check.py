@@ -240,12 +240,11 @@ class SelfCheck:
 
         Returns:
             None: nothing speaks against these embeddings; else what to hand out
-            instead, and the graphs are dropped.
+            instead, and graphs that differ are dropped.
         """
         keys = [step.key for step in sub_batch.steps.values() if step.key is not None]
         if self._unchecked.isdisjoint(keys):
             return None
-        self._unchecked.difference_update(keys)
         eager = self._adapter.assemble(
             batch,
             sub_batch.indices,
@@ -254,12 +253,17 @@ class SelfCheck:
                 for path in sub_batch.steps
             },
         )
-        mismatch = compare_items(keys[0], embeddings, eager)
+        # Input that eager itself makes nothing finite of proves nothing.
+        comparable = all(bool(each.isfinite().all()) for each in eager)
+        mismatch = compare_items(keys[0], embeddings, eager) if comparable else None
         if self._ranks.share_forwards:
             found = self._ranks.everyone(mismatch)
             mismatch = next((each for each in found if each is not None), None)
+            comparable = self._ranks.all(comparable)
+        if comparable or mismatch is not None:
+            self._unchecked.difference_update(keys)
         if mismatch is None:
-            return None
+            return None if comparable else eager
         self._drop(graphs, keys, mismatch)
         return eager
 

@@ -284,7 +284,10 @@ class PackedTowerAdapter(EncoderAdapter):
         pixels = mm_kwargs.get(self.pixel_keys[modality])
         if not isinstance(pixels, torch.Tensor):
             return None
-        grids = self.read_grids(mm_kwargs[self.grid_keys[modality]])
+        given = mm_kwargs[self.grid_keys[modality]]
+        if isinstance(given, torch.Tensor) and given.is_floating_point():
+            return None
+        grids = self.read_grids(given)
         specs = []
         for grid in grids:
             spec = self._known_specs.get((modality, grid))
@@ -300,7 +303,9 @@ class PackedTowerAdapter(EncoderAdapter):
         row_shape, dtype = self._row_type
         if pixels.shape != (offsets[-1], *row_shape):
             return None
-        if pixels.dtype.is_floating_point != dtype.is_floating_point:
+        if pixels.dtype != dtype and not (
+            pixels.dtype.is_floating_point and dtype.is_floating_point
+        ):
             return None
         return EncoderBatch(
             modality, specs, mm_kwargs, PackedItems(pixels, grids, offsets)

@@ -53,9 +53,9 @@ def load_adapter(architecture: str) -> type[EncoderAdapter]:
 
 def find_adapter(model: Any) -> type[EncoderAdapter] | None:
     """The adapter class for a loaded vLLM model, by its exact class; None if
-    there is none."""
+    there is none, as for a class of that name from elsewhere."""
     cls = model if isinstance(model, type) else type(model)
-    if cls.__name__ not in _ADAPTERS:
+    if cls.__name__ not in _ADAPTERS or not cls.__module__.startswith("vllm."):
         return None
     return load_adapter(cls.__name__)
 
@@ -78,4 +78,8 @@ def adapt(model: Any, vllm_config: Any) -> tuple[EncoderAdapter, str | None]:
             )
         return native, native.unsupported_reason()
     adapter = cls(model, vllm_config)
-    return adapter, adapter.unsupported_reason()
+    try:
+        return adapter, adapter.unsupported_reason()
+    except Exception as error:
+        # The model is not what the adapter knows: another vLLM, another tower.
+        return adapter, f"its adapter cannot read it: {type(error).__name__}: {error}"

@@ -12,9 +12,7 @@
         name = "Qwen3VLForConditionalGeneration"
         folder = write_checkpoint(name, Path("/tmp/qwen3-vl"))
         flag = {"cudagraph_mm_encoder": True}
-        llm = LLM(
-            model=str(folder), **engine_kwargs(name, compilation_config=flag)
-        )
+        llm = LLM(model=str(folder), **engine_kwargs(name, compilation_config=flag))
 
 The weights come from ``load_format="encoder_cg_random"``.
 """
