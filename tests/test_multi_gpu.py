@@ -75,8 +75,10 @@ def test_lines_of_the_table() -> None:
         "equal_tokens": False,
         "graphs_by_rank": [4, 0],
         "hits_by_rank": [9, 0],
+        "problems": ["a rank has no graphs"],
     }
-    assert "OTHER TOKENS; graphs by rank [4, 0], hits [9, 0]" in describe(row)
+    line = describe(row)
+    assert "OTHER TOKENS; graphs by rank [4, 0], hits [9, 0]: a rank has" in line
     exchange = {"exchange": "vote", "us": 81.4, "chosen": True}
     assert describe(exchange).split() == ["vote", "81", "us", "(chosen)"]
 

@@ -120,7 +120,8 @@ def describe(row: dict[str, Any]) -> str:
         tokens = "equal tokens" if row["equal_tokens"] else "OTHER TOKENS"
         return (
             f"{row['engine']:<44} {tokens}; graphs by rank {row['graphs_by_rank']}, "
-            f"hits {row['hits_by_rank']}"
+            f"hits {row['hits_by_rank']}{': ' if row['problems'] else ''}"
+            f"{'; '.join(row['problems'])}"
         )
     if "replayed" in row:
         verdict = "; ".join(row["problems"][:3]) or "right"

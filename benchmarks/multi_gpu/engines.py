@@ -62,27 +62,35 @@ def compare_tokens(ranks: int, vision: str, folder: Path) -> list[Row]:
     Tensor parallel with both modes, then pipeline parallel, with both runners of
     vLLM where the platform has both.
     """
-    checkpoint = _checkpoint(ranks, vision, folder)
+    checkpoint = make_checkpoint(ranks, vision, folder)
     rows = []
     for runner, environment in _runners().items():
         for name, parallel in _layouts(ranks).items():
-            args = _engine_args(vision) | {"model": str(checkpoint)} | parallel
-            without = _run(Job(name, args, environment), folder)
-            given = _run(Job(name, args | GRAPHS, environment), folder)
-            rows.append(
-                {
-                    "engine": f"{runner}, {name}",
-                    "ranks": ranks,
-                    "equal_tokens": without["tokens"] == given["tokens"],
-                    "graphs_by_rank": [
-                        stats["num_budgets"] if stats else 0 for stats in given["stats"]
-                    ],
-                    "hits_by_rank": [
-                        stats["graph_hits"] if stats else 0 for stats in given["stats"]
-                    ],
-                }
-            )
+            args = engine_args(vision) | {"model": str(checkpoint)} | parallel
+            without = run(Job(name, args, environment), folder)
+            given = run(Job(name, args | GRAPHS, environment), folder)
+            row: Row = {"engine": f"{runner}, {name}", "ranks": ranks}
+            row["equal_tokens"] = without["tokens"] == given["tokens"]
+            for field_, count in (("graphs", "num_budgets"), ("hits", "graph_hits")):
+                row[f"{field_}_by_rank"] = [
+                    stats[count] if stats else 0 for stats in given["stats"]
+                ]
+            row["problems"] = _find_problems(row, "pipeline_parallel_size" in parallel)
+            rows.append(row)
     return rows
+
+
+def _find_problems(row: Row, stages: bool) -> list[str]:
+    """What is wrong with an engine's graphs."""
+    first, *others = (graphs > 0 for graphs in row["graphs_by_rank"])
+    problems = []
+    if not first or not any(row["hits_by_rank"]):
+        problems.append("no graphs, or none was replayed")
+    if stages and any(others):
+        problems.append("a stage that encodes nothing has graphs")
+    if not stages and not all(others):
+        problems.append("a rank has no graphs")
+    return problems
 
 
 def bench_mm_processor(
@@ -91,7 +99,7 @@ def bench_mm_processor(
     """``vllm bench mm-processor``: eager, in-tree, ours; per backend."""
     from vllm_encoder_cg.integration.environment import DISABLE
 
-    checkpoint = _checkpoint(ranks, vision, folder)
+    checkpoint = make_checkpoint(ranks, vision, folder)
     count, side = (4, 128) if vision == "small" else (20, 336)
     ways: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         "eager": ({}, {}),
@@ -103,7 +111,7 @@ def bench_mm_processor(
         for way, (args, environment) in ways.items():
             output = folder / f"mm-processor-{backend}-{way}.json"
             options = {
-                **_engine_args(vision),
+                **engine_args(vision),
                 **args,
                 "model": str(checkpoint),
                 "tensor_parallel_size": ranks,
@@ -137,7 +145,8 @@ def bench_mm_processor(
     return rows
 
 
-def _checkpoint(ranks: int, vision: str, folder: Path) -> Path:
+def make_checkpoint(ranks: int, vision: str, folder: Path) -> Path:
+    """A Qwen3-VL whose text model splits over ranks and over stages."""
     path = write_encoder(Encoder(QWEN3, "data", vision), ranks, folder)
     config = json.loads((path / "config.json").read_text())
     config["text_config"]["num_hidden_layers"] = _LAYERS
@@ -145,7 +154,8 @@ def _checkpoint(ranks: int, vision: str, folder: Path) -> Path:
     return path
 
 
-def _engine_args(vision: str) -> dict[str, Any]:
+def engine_args(vision: str) -> dict[str, Any]:
+    """For every engine, beside its layout and graphs."""
     from vllm_encoder_cg.samples.checkpoints import engine_kwargs
 
     small = vision == "small"
@@ -153,8 +163,11 @@ def _engine_args(vision: str) -> dict[str, Any]:
         "dtype": "float32" if small else "bfloat16",
         "max_model_len": 1024 if small else 8192,
         "max_num_batched_tokens": 512 if small else 8192,
-        "limit_mm_per_prompt": {"image": 20, "video": 0},
+        "limit_mm_per_prompt": {"image": 5 if small else 20, "video": 0},
+        "additional_config": {"encoder_cg": {"max_graphs": 6}} if small else {},
         "enable_prefix_caching": False,
+        # On a GPU this would turn graphs off; on the CPU it saves a compilation.
+        "enforce_eager": small,
         "gpu_memory_utilization": 0.5,
         "seed": 0,
     }
@@ -179,7 +192,8 @@ def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
     return layouts
 
 
-def _run(job: Job, folder: Path) -> dict[str, Any]:
+def run(job: Job, folder: Path) -> dict[str, Any]:
+    """What ``generate`` returns in a process of its own."""
     output = folder / "engine.json"
     arguments = ["-m", "benchmarks.multi_gpu.engines", json.dumps(job.engine_args)]
     _call([*arguments, str(output)], job.environment)
@@ -212,7 +226,7 @@ def _as_options(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def generate(engine_args: dict[str, Any]) -> dict[str, Any]:
+def generate(arguments: dict[str, Any]) -> dict[str, Any]:
     """Starts an engine in this process and asks it about random images."""
     from vllm import LLM, SamplingParams
 
@@ -220,9 +234,9 @@ def generate(engine_args: dict[str, Any]) -> dict[str, Any]:
     from vllm_encoder_cg.samples.media import random_image
 
     llm = LLM(
-        **engine_args, worker_extension_cls="benchmarks.multi_gpu.engines.GraphStats"
+        **arguments, worker_extension_cls="benchmarks.multi_gpu.engines.GraphStats"
     )
-    small = engine_args["dtype"] == "float32"
+    small = arguments["dtype"] == "float32"
     side = 64 if small else 336
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     tokens = []
