@@ -70,8 +70,9 @@ def test_models_as_json() -> None:
     [
         ((), "give either --model CHECKPOINT"),
         (("--model", "a", "--architecture", "b"), "give either --model CHECKPOINT"),
-        (("--architecture", "b", "--items", "12"), "items: got '12'"),
-        (("--architecture", "b", "--budgets", "1,x"), "budgets: got '1,x'"),
+        (("--architecture", "b"), "there is no sample of 'b'"),
+        (("--architecture", ARCHITECTURE, "--items", "12"), "items: got '12'"),
+        (("--architecture", ARCHITECTURE, "--budgets", "1,x"), "budgets: got '1,x'"),
     ],
 )
 def test_wrong_arguments_of_verify(arguments: tuple[str, ...], message: str) -> None:
