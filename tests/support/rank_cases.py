@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from tests.support.small_towers import small_deepseek_ocr
 from vllm_encoder_cg.planner import Plan
 from vllm_encoder_cg.self_check import Mismatch, relative_norm
 from vllm_encoder_cg.verification_cases import MediaBatch, images, videos
@@ -28,7 +29,9 @@ QWEN3 = "Qwen3VLForConditionalGeneration"
 INTERNVL = "InternVLChatModel"
 STEP3 = "Step3VLForConditionalGeneration"
 
-MAX_TOKENS = {QWEN3: 256, INTERNVL: 256, STEP3: 512}
+DEEPSEEK = "DeepseekOCRForCausalLM"
+
+MAX_TOKENS = {QWEN3: 256, INTERNVL: 256, STEP3: 512, DEEPSEEK: 600}
 
 BATCHES: dict[str, dict[str, MediaBatch]] = {
     QWEN3: {
@@ -51,6 +54,11 @@ BATCHES: dict[str, dict[str, MediaBatch]] = {
         "one item": images((504, 504)),
         "whole and cut": images((1008, 504), (504, 504), (504, 1008)),
         "above every budget": images((504, 504), (2016, 1008)),
+    },
+    DEEPSEEK: {
+        "one item": images((640, 640)),
+        "whole and cut": images((1280, 640), (640, 640)),
+        "above every budget": images((640, 640), (2560, 1280)),
     },
 }
 """By architecture; the sizes suit ``MAX_TOKENS``."""
@@ -112,20 +120,45 @@ class Rank:
 # -- Models of vLLM --------------------------------------------------------------
 
 
+def write_references(rank: int, size: int, folder: str) -> None:
+    """A checkpoint of every architecture, and as ``<architecture>.pt`` what the
+    model makes of its batches on a single rank."""
+    from vllm_encoder_cg.samples.checkpoints import write_checkpoint
+    from vllm_encoder_cg.verification import eager_embeddings
+
+    gc.freeze()  # vLLM's modules
+    for architecture, batches in BATCHES.items():
+        checkpoint = Path(folder) / architecture
+        write_checkpoint(architecture, checkpoint)
+        with built(checkpoint, size, "weights") as manager:
+            given = {}
+            for seed, (name, batch) in enumerate(batches.items()):
+                mm_kwargs = _make_inputs(manager.adapter, batch, seed)
+                given[name] = (mm_kwargs, eager_embeddings(manager.model, mm_kwargs))
+        torch.save(given, Path(folder) / f"{architecture}.pt")
+
+
+def _make_inputs(adapter: Any, batch: MediaBatch, seed: int) -> dict[str, Any]:
+    from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
+
+    if batch.modality == "video":
+        clips = [(item.frames, item.width, item.height) for item in batch.items]
+        return video_batch(adapter, clips, seed)
+    return image_batch(adapter, [(i.width, i.height) for i in batch.items], seed)
+
+
 def encode_on_rank(
     rank: int, size: int, folder: str, encoders: list[tuple[str, str]]
 ) -> dict[tuple[str, str, str], Outcome | bool]:
-    """Every batch of every (architecture, mode), against files of the parent.
-
-    Args:
-        folder: holds, by architecture, a checkpoint and ``<architecture>.pt`` with
-            arguments and references per batch.
-    """
+    """Every batch of every (architecture, mode), against ``write_references``."""
     outcomes: dict[tuple[str, str, str], Outcome | bool] = {}
     gc.freeze()  # vLLM's modules
     for architecture, mode in encoders:
         batches = torch.load(Path(folder) / f"{architecture}.pt", weights_only=False)
-        with captured(Path(folder) / architecture, size, mode) as on_rank:
+        with built(Path(folder) / architecture, size, mode) as manager:
+            manager.capture()
+            model = manager.model
+            on_rank = Rank(manager, lambda kwargs: model.embed_multimodal(**kwargs))  # noqa: B023
             for name, (mm_kwargs, references) in batches.items():
                 outcomes[architecture, mode, name] = on_rank.run(mm_kwargs, references)
             outcomes[architecture, mode, "changed"] = on_rank.kept_outputs_changed()
@@ -140,8 +173,8 @@ def encode_on_rank(
 
 
 @contextmanager
-def captured(checkpoint: Path, size: int, mode: str) -> Iterator[Rank]:
-    """A small encoder of vLLM on this rank."""
+def built(checkpoint: Path, size: int, mode: str) -> Iterator[EncoderCudaGraphManager]:
+    """A small encoder of vLLM on this rank, not captured yet."""
     from vllm.config import set_current_vllm_config
 
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
@@ -158,13 +191,10 @@ def captured(checkpoint: Path, size: int, mode: str) -> Iterator[Rank]:
         tensor_parallel_size=size,
         mm_encoder_tp_mode=mode,
     )
-    with set_current_vllm_config(vllm_config):
-        model = build_model(vllm_config)
-        manager = EncoderCudaGraphManager(
-            vllm_config, torch.device("cpu"), torch.float32, model
+    with small_deepseek_ocr(), set_current_vllm_config(vllm_config):
+        yield EncoderCudaGraphManager(
+            vllm_config, torch.device("cpu"), torch.float32, build_model(vllm_config)
         )
-        manager.capture()
-        yield Rank(manager, lambda mm_kwargs: model.embed_multimodal(**mm_kwargs))
 
 
 # -- Toy encoders, for what goes wrong ------------------------------------------
