@@ -18,6 +18,13 @@ from vllm_encoder_cg.samples.media import photographs
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 
 
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that run in this process leave no variable to other tests."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
 def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "vllm_encoder_cg", *arguments],
