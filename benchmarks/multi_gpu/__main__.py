@@ -77,23 +77,23 @@ def run_part(
         from benchmarks.multi_gpu.correctness import check
 
         return [
-            vars(check(Encoder(name, mode, options.vision), ranks, options.batches))
+            vars(result)
             for name in options.architectures
-            for mode in options.modes
-        ]
-    if part == "timing":
-        from benchmarks.multi_gpu.timing import time_encoder
-
-        return [
-            row
-            for backend in options.backends
-            for mode in options.modes
-            for row in time_encoder(
-                Encoder(QWEN3, mode, options.vision, backend),
+            for result in check(
+                [Encoder(name, mode, options.vision) for mode in options.modes],
                 ranks,
-                options.rounds,
+                options.batches,
             )
         ]
+    if part == "timing":
+        from benchmarks.multi_gpu.timing import time_encoders
+
+        encoders = [
+            Encoder(QWEN3, mode, options.vision, backend)
+            for backend in options.backends
+            for mode in options.modes
+        ]
+        return time_encoders(encoders, ranks, options.rounds)
     from benchmarks.multi_gpu.engines import bench_mm_processor, compare_tokens
 
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as folder:

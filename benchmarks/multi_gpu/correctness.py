@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,18 +40,27 @@ class Correctness:
     problems: list[str] = field(default_factory=list)
 
 
-def check(encoder: Encoder, ranks: int, random_batches: int) -> Correctness:
-    """Fixed and random batches, then some again with graphs missing on a rank."""
+def check(
+    encoders: list[Encoder], ranks: int, random_batches: int
+) -> list[Correctness]:
+    """Fixed and random batches, then some again with graphs missing on a rank.
+
+    Args:
+        encoders: alike but for their modes.
+    """
     from vllm_encoder_cg.samples.rank_processes import run_on_ranks
 
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as name:
-        folder = Path(name)
-        checkpoint = write_encoder(encoder, ranks, folder)
-        batches = make_batches(encoder, random_batches)
-        run_on_ranks(write_references, 1, encoder, checkpoint, batches)
-        results = run_on_ranks(compare_on_rank, ranks, encoder, checkpoint, batches)
-    first: Correctness = results[0]
-    for other in results[1:]:
+        checkpoint = write_encoder(encoders[0], ranks, Path(name))
+        batches = make_batches(encoders[0], random_batches)
+        run_on_ranks(write_references, 1, encoders[0], checkpoint, batches)
+        of_ranks = run_on_ranks(check_on_rank, ranks, encoders, checkpoint, batches)
+    return [_join(of_encoder) for of_encoder in zip(*of_ranks, strict=True)]
+
+
+def _join(of_ranks: Sequence[Correctness]) -> Correctness:
+    first, *others = of_ranks
+    for other in others:
         first.error = max(first.error, other.error)
         first.problems += other.problems
         if first.mode == "data":
@@ -110,30 +120,50 @@ def _file(checkpoint: Path, seed: int) -> Path:
     return checkpoint.parent / f"{seed}.pt"
 
 
-def compare_on_rank(
-    rank: int, ranks: int, encoder: Encoder, checkpoint: Path, batches: list[MediaBatch]
-) -> Correctness:
-    """This rank's outputs against the files."""
+def check_on_rank(
+    rank: int,
+    ranks: int,
+    encoders: list[Encoder],
+    checkpoint: Path,
+    batches: list[MediaBatch],
+) -> list[Correctness]:
+    """This rank's outputs against the files, once per mode that vLLM comes to."""
+    results: list[Correctness] = []
+    for encoder in encoders:
+        with built(encoder, ranks, checkpoint) as manager:
+            multimodal = manager.vllm_config.model_config.multimodal_config
+            mode = multimodal.mm_encoder_tp_mode
+            if mode in [result.mode for result in results]:
+                continue
+            result = Correctness(str(encoder), ranks, mode)
+            _check_batches(manager, rank, checkpoint, batches, result)
+            results.append(result)
+    return results
+
+
+def _check_batches(
+    manager: Any,
+    rank: int,
+    checkpoint: Path,
+    batches: list[MediaBatch],
+    result: Correctness,
+) -> None:
     from vllm_encoder_cg.verification import TOLERANCE
 
-    with built(encoder, ranks, checkpoint) as manager:
-        multimodal = manager.vllm_config.model_config.multimodal_config
-        result = Correctness(str(encoder), ranks, multimodal.mm_encoder_tp_mode)
-        result.tolerance = TOLERANCE[manager.dtype]
-        capture(manager)
-        if not manager.is_captured():
-            result.problems.append(f"no graphs: {manager.inactive_reason}")
-        for seed, batch in enumerate(batches):
-            _compare(manager, batch, seed, checkpoint, result)
-        if ranks > 1 and result.mode == "data" and rank == ranks - 1:
-            for key in list(manager._graphs.graphs)[::2]:
-                manager._graphs.drop(key)
-            manager._make_planner()
-        for seed, batch in list(enumerate(batches))[:_WITH_DROPPED_GRAPHS]:
-            _compare(manager, batch, seed, checkpoint, result)
-        result.replayed = manager.stats.hits
-        result.eager = manager.stats.misses.total()
-    return result
+    result.tolerance = TOLERANCE[manager.dtype]
+    capture(manager)
+    if not manager.is_captured():
+        result.problems.append(f"no graphs: {manager.inactive_reason}")
+    for seed, batch in enumerate(batches):
+        _compare(manager, batch, seed, checkpoint, result)
+    if result.ranks > 1 and result.mode == "data" and rank == result.ranks - 1:
+        for key in list(manager._graphs.graphs)[::2]:
+            manager._graphs.drop(key)
+        manager._make_planner()
+    for seed, batch in list(enumerate(batches))[:_WITH_DROPPED_GRAPHS]:
+        _compare(manager, batch, seed, checkpoint, result)
+    result.replayed = manager.stats.hits
+    result.eager = manager.stats.misses.total()
 
 
 def _compare(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +76,11 @@ def make_config(encoder: Encoder, ranks: int, checkpoint: Path) -> Any:
 
 @contextmanager
 def built(encoder: Encoder, ranks: int, checkpoint: Path) -> Iterator[Any]:
-    """The manager, not captured yet, around the model on this rank."""
+    """The manager, not captured yet, around the model on this rank.
+
+    On leaving, graphs and weights are given back.
+    """
+    import torch
     from vllm.config import set_current_vllm_config
 
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
@@ -83,12 +88,19 @@ def built(encoder: Encoder, ranks: int, checkpoint: Path) -> Iterator[Any]:
 
     vllm_config = make_config(encoder, ranks, checkpoint)
     with set_current_vllm_config(vllm_config):
-        yield EncoderCudaGraphManager(
+        manager = EncoderCudaGraphManager(
             vllm_config,
             vllm_config.device_config.device,
             vllm_config.model_config.dtype,
             build_model(vllm_config),
         )
+        yield manager
+        manager.clear()
+        for parameter in manager.model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def capture(manager: Any) -> None:

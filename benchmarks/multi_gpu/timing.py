@@ -34,49 +34,58 @@ Call = Callable[[], Any]
 Row = dict[str, Any]
 
 
-def time_encoder(encoder: Encoder, ranks: int, rounds: int) -> list[Row]:
-    """One row per way, with mean and P99 in ms, and the exchange's parts in us."""
+def time_encoders(encoders: list[Encoder], ranks: int, rounds: int) -> list[Row]:
+    """Per encoder a row per way, with mean and P99 in ms; then the exchange's parts.
+
+    Args:
+        encoders: of one architecture and size.
+    """
     from vllm_encoder_cg.samples.rank_processes import run_on_ranks
 
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as folder:
-        checkpoint = write_encoder(encoder, ranks, Path(folder))
-        return run_on_ranks(time_on_rank, ranks, encoder, checkpoint, rounds)[0]
+        checkpoint = write_encoder(encoders[0], ranks, Path(folder))
+        return run_on_ranks(time_on_rank, ranks, encoders, checkpoint, rounds)[0]
 
 
 def time_on_rank(
-    rank: int, ranks: int, encoder: Encoder, checkpoint: Path, rounds: int
+    rank: int, ranks: int, encoders: list[Encoder], checkpoint: Path, rounds: int
 ) -> list[Row]:
+    rows: list[Row] = []
+    for encoder in encoders:
+        with built(encoder, ranks, checkpoint) as manager:
+            rows += _time_ways(manager, encoder, ranks, rounds)
+            if encoder is encoders[-1] and ranks > 1:
+                rows += _time_exchange(manager, rounds)
+    return rows
+
+
+def _time_ways(manager: Any, encoder: Encoder, ranks: int, rounds: int) -> list[Row]:
     from vllm.platforms import current_platform
 
     from vllm_encoder_cg.samples.encoder_inputs import image_batch
 
     small = encoder.vision == "small"
     count, side = (4, 128) if small else (20, 352)
-    with built(encoder, ranks, checkpoint) as manager:
-        capture(manager)
-        mm_kwargs = image_batch(manager.adapter, [(side, side)] * count, seed=0)
-        calls: dict[str, Call] = {
-            "eager": lambda: manager.model.embed_multimodal(**mm_kwargs)
+    capture(manager)
+    mm_kwargs = image_batch(manager.adapter, [(side, side)] * count, seed=0)
+    calls: dict[str, Call] = {
+        "eager": lambda: manager.model.embed_multimodal(**mm_kwargs)
+    }
+    if not current_platform.is_cpu():
+        in_tree = _in_tree_manager(manager)
+        calls["in-tree"] = lambda: in_tree.execute(mm_kwargs)
+    calls["ours"] = lambda: encode(manager, mm_kwargs)
+    return [
+        {
+            "encoder": str(encoder),
+            "ranks": ranks,
+            "way": way,
+            "mean_ms": statistics.mean(times),
+            "p99_ms": _p99(times),
+            "requests": len(times),
         }
-        if not current_platform.is_cpu():
-            in_tree = _in_tree_manager(manager)
-            calls["in-tree"] = lambda: in_tree.execute(mm_kwargs)
-        calls["ours"] = lambda: encode(manager, mm_kwargs)
-        rows = []
-        for way, times in _time_in_turn(calls, manager._ranks, rounds).items():
-            rows.append(
-                {
-                    "encoder": str(encoder),
-                    "ranks": ranks,
-                    "way": way,
-                    "mean_ms": statistics.mean(times),
-                    "p99_ms": _p99(times),
-                    "requests": len(times),
-                }
-            )
-        if manager._ranks.size > 1:
-            rows += _time_exchange(manager, rounds)
-        return rows
+        for way, times in _time_in_turn(calls, manager._ranks, rounds).items()
+    ]
 
 
 def _in_tree_manager(ours: Any) -> Any:
