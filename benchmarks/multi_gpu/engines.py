@@ -188,7 +188,11 @@ def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
         for mode in ("data", "weights")
     }
     if ranks > 1:
-        layouts["pipeline parallel"] = {"pipeline_parallel_size": ranks}
+        # With enforce_eager, vLLM's later stages on a CPU lack what a warm-up makes.
+        layouts["pipeline parallel"] = {
+            "pipeline_parallel_size": ranks,
+            "enforce_eager": False,
+        }
     return layouts
 
 
