@@ -7,7 +7,7 @@ The command ``verify`` and the tests of every adapter run the same cases
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,11 +128,6 @@ class Verifier:
                     self.manager.poison_buffers()
                 self._compare(mm_kwargs, reference, result)
         return result
-
-    def run_all(self, cases: Iterable[Case]) -> Iterator[CaseResult]:
-        """One result per case, as they come."""
-        for case in cases:
-            yield self.run(case)
 
     def _compare(
         self,

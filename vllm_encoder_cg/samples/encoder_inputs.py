@@ -90,19 +90,6 @@ def _generator(adapter: EncoderAdapter, seed: int) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(seed)
 
 
-def random_values(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    """Uniform bytes for uint8, else standard normal: the scale that processors
-    normalise pixels to."""
-    if dtype == torch.uint8:
-        return torch.randint(
-            0, 256, shape, dtype=dtype, device=generator.device, generator=generator
-        )
-    values = torch.randn(shape, device=generator.device, generator=generator)
-    return values.to(dtype)
-
-
 class PackedInputs:
     """Patches of all items as rows, one grid per item."""
 
