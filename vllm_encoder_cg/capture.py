@@ -39,6 +39,8 @@ class GraphSet:
     memory_bytes: int = 0
     """Device memory taken: buffers and graph pool."""
     seconds: float = 0.0
+    _stream: Any = field(default=None, init=False, repr=False)
+    """Of the last replay."""
 
     @classmethod
     def empty(cls, device: torch.device) -> GraphSet:
@@ -48,6 +50,12 @@ class GraphSet:
         """Takes a graph out of use."""
         self.graphs.pop(key, None)
         self.dropped[key] = self.shapes[key].capacity
+
+    def drop_all(self) -> None:
+        """Takes all graphs out of use and gives their buffers back."""
+        for key in list(self.graphs):
+            self.drop(key)
+            self.release_unused(key.path)
 
     def leave_out(self, key: GraphKey) -> None:
         """Forgets a captured graph, and its buffers if its path has no other."""
@@ -73,10 +81,28 @@ class GraphSet:
             changes nothing that was handed out.
         """
         graph = self.graphs[key]
+        rows = adapter.output_rows(batch, indices, key.path)
+        if rows is not None and rows > graph.output_buffer.shape[0]:
+            raise ValueError(
+                f"{rows} rows are more than the {graph.output_buffer.shape[0]} of the "
+                f"encoder CUDA graph ({key})"
+            )
+        self._follow_last_replay()
         adapter.fill(batch, indices, graph.input_buffers, self.shapes[key])
         graph.graph.replay()
-        rows = adapter.output_rows(batch, indices, key.path)
         return graph.output_buffer[:rows].clone()
+
+    def _follow_last_replay(self) -> None:
+        """Orders what comes behind the last replay and the copy of its output.
+
+        A stream does so by itself; this is for callers that change streams.
+        """
+        if self.arena.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.arena.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def summary(self) -> str:
         budgets: dict[str, list[int]] = {}

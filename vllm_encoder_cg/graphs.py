@@ -108,13 +108,35 @@ class CudaGraphRecorder:
             graph.capture_begin(pool=self._pool)
             try:
                 output.copy_(forward())
+                graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
+                self._abandon(graph)
                 raise
-            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, output
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that failed, so that PyTorch works on as before it.
+
+        An operation that must not be captured invalidates the capture.  PyTorch
+        then raises before it has closed its own books: the pool stays in use, into
+        which nothing can be captured any more and whose memory is never given
+        back; and the default generator believes that it is being captured, so that
+        the next random number, in vLLM's sampler, raises.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            device = torch.cuda.current_device()
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+                torch._C._cuda_releasePool(device, self._pool)
+        with contextlib.suppress(RuntimeError):
+            scratch = torch.empty(1, device="cuda")
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin()
+            scratch.zero_()
+            empty.capture_end()
 
 
 def make_recorder(device: torch.device, graph_pool: Any) -> GraphRecorder:

@@ -25,12 +25,16 @@ from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.measurement import measure_encoder
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
-from vllm_encoder_cg.planner import Plan, Planner, SubBatch
+from vllm_encoder_cg.planner import Plan, Planner, SubBatch, without_graphs
 from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
+from vllm_encoder_cg.reporter import Reporter
 from vllm_encoder_cg.self_check import SelfCheck
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
 from vllm_encoder_cg.sharding import PathRate, assign_items, place, weigh_items
+from vllm_encoder_cg.step_timer import StepTimer
+from vllm_encoder_cg.trace import trace_header
+from vllm_encoder_cg.weights import WeightWatch
 
 logger = init_logger(__name__)
 
@@ -67,9 +71,13 @@ class EncoderCudaGraphManager:
         self.inactive_reason = self.inactive_reason or stage_refusal(vllm_config)
         self._capture_seconds = 0.0
         self.stats = EncoderStats()
+        self._timer = StepTimer(self.device, self.stats)
         self.observer: Observer | None = None
-        """Called after each planned batch; None: nobody."""
+        """Called after each batch with its plan as it was run; None: nobody."""
         self._graphs = GraphSet.empty(self.device)
+        self._weights = WeightWatch(None)
+        self._stale = False
+        """Whether the graphs were dropped because weights were replaced."""
         self._planner: Planner | None = None
         self.costs: CostModel | None = None
         """What the planner prices plans by; None: packed as the reference
@@ -77,7 +85,6 @@ class EncoderCudaGraphManager:
         self._rates: dict[str, PathRate] | None = None
         """What items are shared by; None: by input size."""
         self._failed = False
-        self._logged_items = 0
         if self.active:
             self.config = self.adapter.config()
             self.budgets = self._resolve_budgets()
@@ -86,11 +93,16 @@ class EncoderCudaGraphManager:
                 self.adapter, self.config, self.budgets, self.settings.max_graphs
             )
             self._ranks = EncoderRanks.from_config(vllm_config)
-            self._check = SelfCheck(
-                self.adapter, self._ranks, self.settings.on_mismatch == "raise"
-            )
+            self._check = self._make_check()
             self._gather = EmbeddingGather(
                 self._ranks, self.config.out_hidden_size, dtype, self.device
+            )
+            self._reporter = Reporter(
+                vllm_config,
+                self.settings,
+                self.stats,
+                speaks_for_all=self._ranks.rank == 0,
+                share_items=self._ranks.share_items,
             )
         else:
             self.token_budgets = []
@@ -100,6 +112,11 @@ class EncoderCudaGraphManager:
                 type(model).__name__,
                 self.inactive_reason,
             )
+
+    def _make_check(self) -> SelfCheck:
+        return SelfCheck(
+            self.adapter, self._ranks, self.settings.on_mismatch == "raise"
+        )
 
     def _resolve_budgets(self) -> BudgetPlan:
         multimodal = self.vllm_config.model_config.multimodal_config
@@ -154,6 +171,9 @@ class EncoderCudaGraphManager:
                 ``"raise"``.
         """
         begin = time.perf_counter()
+        if self._stale:  # perhaps a module that the adapter holds is another now
+            self.adapter, _ = adapt(self.model, self.vllm_config)
+            self._check = self._make_check()
         self.clear()
         if not self._shapes:
             return
@@ -176,6 +196,7 @@ class EncoderCudaGraphManager:
             )
             self._graphs = GraphSet.empty(self.device)
             return
+        self._weights = WeightWatch(self.model)
         if self.device.type == "cuda":
             if self.settings.cost_model:
                 self.costs, self._rates = measure_encoder(
@@ -185,6 +206,18 @@ class EncoderCudaGraphManager:
                 self._gather.measure()
         self._make_planner()
         self._capture_seconds = time.perf_counter() - begin
+        self._timer.watch(self.model)
+        self._reporter.start(
+            trace_header(
+                type(self.model).__name__,
+                self.adapter.budget_range(),
+                {name: path.token_granularity for name, path in self.config.paths.items()},
+                self._graphs.shapes,
+                self.budgets.limits.max_items,
+                self._graphs.memory_bytes,
+            ),
+            self._graphs.shapes,
+        )
         logger.info(
             "Encoder CUDA graphs: %s; %.1f s with check and measurement",
             self._graphs.summary(),
@@ -199,6 +232,11 @@ class EncoderCudaGraphManager:
             dropped=graphs.dropped,
             costs=self.costs,
         )
+        self._count_graphs()
+
+    def _count_graphs(self) -> None:
+        self.stats.graphs = len(self._graphs.graphs)
+        self.stats.graph_memory_bytes = self._graphs.memory_bytes
 
     def clear(self) -> None:
         """Releases all graphs and their buffers; ``execute`` then returns None
@@ -207,6 +245,36 @@ class EncoderCudaGraphManager:
         self.costs = None
         self._rates = None
         self._graphs = GraphSet.empty(self.device)
+        self._count_graphs()
+        self._weights = WeightWatch(None)
+        self._stale = False
+
+    def check_weights(self, model: Any = None) -> None:
+        """Drops all graphs if a weight of the encoder was replaced since they were
+        captured: they would go on with the one before.  The model then encodes by
+        itself until the next ``capture``.
+
+        Args:
+            model: the one that is in use now; None: still the same.
+        """
+        if model is not None and model is not self.model:
+            self._drop_stale_graphs("the whole model")
+        else:
+            self._drop_stale_graphs(self._weights.find_replaced())
+
+    def _drop_stale_graphs(self, replaced: str | None) -> None:
+        if replaced is None or self._stale or self._planner is None:
+            return
+        self._stale = True
+        self._graphs.drop_all()
+        logger.error(
+            "A weight of %s was replaced (%s), so its encoder CUDA graphs, which read "
+            "the one before, are dropped and the encoder runs eagerly. Write new "
+            "values into the parameters instead, as vLLM's reload_weights does, or "
+            "call the manager's capture() afterwards",
+            type(self.model).__name__,
+            replaced,
+        )
 
     def poison_buffers(self) -> None:
         """Fills the captured buffers with NaN, to show in a test that nothing of
@@ -226,8 +294,18 @@ class EncoderCudaGraphManager:
         """
         if self._planner is None:
             return None
+        self._drop_stale_graphs(self._weights.glance())
+        if self._stale:
+            if self._ranks.share_items:  # the others wait to hear of it
+                self._ranks.all(False)
+            self.stats.count_refused(reason=EagerReason.DROPPED_GRAPH)
+            return None
+        self._timer.begin_batch()
         run = self._execute_share if self._ranks.share_items else self._execute
-        return run(mm_kwargs, self._planner)
+        outputs = run(mm_kwargs, self._planner)
+        if outputs is None:
+            self._timer.expect_own_path()
+        return outputs
 
     def _execute(
         self, mm_kwargs: dict[str, Any], planner: Planner
@@ -239,8 +317,11 @@ class EncoderCudaGraphManager:
             if batch is None:
                 self.stats.count_refused()
                 return None
+            self._reporter.received(batch.modality, batch.specs)
             plan = planner.plan(batch.specs)
-            outputs = None if _wholly_eager(plan) else self._run_plan(batch, plan)
+            outputs = None
+            if not _wholly_eager(plan):
+                outputs, plan = self._run_plan(batch, plan)
         except Exception as error:
             self._ranks.fail_alike(error)
             self._count_failure(batch)
@@ -260,21 +341,22 @@ class EncoderCudaGraphManager:
         try:
             batch = self.adapter.parse(mm_kwargs)
             if batch is None:  # of equal arguments, so on every rank
-                self.stats.count_refused()
+                self._count_unshared()
                 return None
+            self._reporter.received(batch.modality, batch.specs)
             specs = batch.specs
             weights = weigh_items(specs, self._rates)
             assignment = assign_items(specs, self._ranks.size, weights)
             items = assignment.items[self._ranks.rank]
             plan = place(planner.plan([specs[i] for i in items]), items)
-            outputs = self._run_plan(batch, plan)
+            outputs, plan = self._run_plan(batch, plan)
             rows = self._gather.pack(outputs, specs, assignment)
         except Exception:
             self._count_failure(batch)
         # On the host, while the GPU is busy with the rows.
         if not self._ranks.all(rows is not None):
             if rows is not None and batch is not None:
-                self.stats.count_refused(len(batch.specs), EagerReason.FAILED)
+                self._count_unshared(len(batch.specs), EagerReason.FAILED)
             return None
         assert batch is not None and rows is not None
         embeddings = self._gather.gather(rows, specs, assignment)
@@ -292,45 +374,70 @@ class EncoderCudaGraphManager:
                 "model's own path (further failures are only counted)"
             )
         items = 1 if batch is None else len(batch.specs)
-        self.stats.count_refused(items, EagerReason.FAILED)
+        self._count_unshared(items, EagerReason.FAILED)
+
+    def _count_unshared(
+        self, items: int = 1, reason: EagerReason = EagerReason.UNSUPPORTED_INPUT
+    ) -> None:
+        """Counts a batch that vLLM's own path encodes; where ranks otherwise count
+        an item each, on the first."""
+        if not self._ranks.share_items or self._ranks.rank == 0:
+            self.stats.count_refused(items, reason)
 
     def _finish(
         self, batch: EncoderBatch, plan: Plan, outputs: list[torch.Tensor] | None
     ) -> None:
         """Counts and shows a batch, which has succeeded whatever comes of that."""
         try:
-            self.stats.count_plan(plan)
-            self._maybe_log()
+            self.stats.count_plan(plan, self._graphs.shapes)
+            self._reporter.encoded(plan)
             if self.observer is not None:
                 self.observer(batch, plan, outputs)
         except Exception:
             logger.warning("Cannot count or show a batch", exc_info=True)
 
     @torch.inference_mode()
-    def _run_plan(self, batch: EncoderBatch, plan: Plan) -> list[torch.Tensor]:
-        """The embeddings of the plan's items, in the order of the batch."""
+    def _run_plan(
+        self, batch: EncoderBatch, plan: Plan
+    ) -> tuple[list[torch.Tensor], Plan]:
+        """The embeddings of the plan's items, in the order of the batch, and the
+        plan as it was run."""
         outputs: dict[int, torch.Tensor] = {}
+        run = []
         for sub_batch in plan.sub_batches:
-            embeddings = self._run(batch, sub_batch)
+            embeddings, sub_batch = self._run(batch, sub_batch)
             outputs.update(zip(sub_batch.indices, embeddings, strict=True))
-        return [outputs[index] for index in sorted(outputs)]
+            run.append(sub_batch)
+        return [outputs[index] for index in sorted(outputs)], Plan(tuple(run))
 
-    def _run(self, batch: EncoderBatch, sub_batch: SubBatch) -> list[torch.Tensor]:
-        rows = {
-            path: (
-                self._graphs.replay(step.key, self.adapter, batch, sub_batch.indices)
-                # A graph of the plan may have been dropped since.
-                if step.key in self._graphs.graphs
-                else self.adapter.eager(batch, sub_batch.indices, path)
-            )
-            for path, step in sub_batch.steps.items()
-        }
+    def _run(
+        self, batch: EncoderBatch, sub_batch: SubBatch
+    ) -> tuple[list[torch.Tensor], SubBatch]:
+        # A graph of the plan may have been dropped since.
+        sub_batch = without_graphs(
+            sub_batch, batch.specs, EagerReason.DROPPED_GRAPH, self._graphs.graphs
+        )
+        rows = {}
+        for path, step in sub_batch.steps.items():
+            with self._timer.step(by_graph=step.key is not None):
+                if step.key is None:
+                    rows[path] = self.adapter.eager(batch, sub_batch.indices, path)
+                else:
+                    rows[path] = self._graphs.replay(
+                        step.key, self.adapter, batch, sub_batch.indices
+                    )
         embeddings = self.adapter.assemble(batch, sub_batch.indices, rows)
         eager = self._check.on_use(self._graphs, batch, sub_batch, embeddings)
         if eager is None:
-            return embeddings
+            return embeddings, sub_batch
         self._make_planner()
-        return eager
+        # Those that are still there were right to be doubted, not shown to be wrong.
+        sub_batch = without_graphs(
+            sub_batch, batch.specs, EagerReason.DROPPED_GRAPH, self._graphs.graphs
+        )
+        return eager, without_graphs(
+            sub_batch, batch.specs, EagerReason.UNCHECKED_GRAPH
+        )
 
     # -- Statistics ------------------------------------------------------------
 
@@ -338,24 +445,19 @@ class EncoderCudaGraphManager:
         """Counts since start: vLLM's keys (``graph_hits``, ``graph_misses``,
         ``hit_rate``, ``num_budgets``, ``token_budgets``) and those of
         ``EncoderStats.as_dict``."""
+        self._timer.collect()
         return self.stats.as_dict() | {
-            "num_budgets": len(self._graphs.graphs),
             "token_budgets": self.token_budgets,
             "dropped_graphs": [str(key) for key in self._graphs.dropped],
-            "graph_memory_bytes": self._graphs.memory_bytes,
             "capture_seconds": self._capture_seconds,
         }
 
-    def _maybe_log(self) -> None:
-        every = self.settings.log_every_items
-        if every and self.stats.items - self._logged_items >= every:
-            self._logged_items = self.stats.items
-            logger.info("%s", self.stats.log_line())
-
     def log_final_stats(self) -> None:
-        """Logs the counts once more, where anything was counted."""
-        if self.stats.items:
-            logger.info("%s", self.stats.log_line())
+        """Logs the counts once more, where anything was counted, and writes what is
+        to be read elsewhere (metrics, trace)."""
+        if self.active:
+            self._timer.collect()
+            self._reporter.close()
 
 
 def _wholly_eager(plan: Plan) -> bool:
