@@ -155,6 +155,14 @@ class EncoderAdapter(ABC):
         an item's own attention takes is the same in every plan."""
         return self.sample(shape, seed=0)
 
+    fused: bool = False
+    """Whether ``forward`` runs a fused forward where there is one; set before
+    capture (``forward_choice.py``)."""
+
+    def fusion_refusal(self) -> str | None:
+        """Why ``fused`` must stay False; None: it may be set."""
+        return f"{type(self).__name__} has no fused forward"
+
     def capture_buffers(
         self, shape: GraphShape, arena: BufferArena
     ) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import EagerReason
+from vllm_encoder_cg.forward_choice import choose_forward
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.measurement import measure_encoder
 from vllm_encoder_cg.metrics import EncoderStats
@@ -177,6 +178,14 @@ class EncoderCudaGraphManager:
         self.clear()
         if not self._shapes:
             return
+        choose_forward(
+            self.adapter,
+            self._shapes,
+            self.budgets.limits,
+            self.device,
+            self._ranks,
+            self.settings.fused,
+        )
         self._graphs = capture_graphs(
             self.adapter,
             self._shapes,

@@ -83,6 +83,15 @@ class EncoderCgSettings(BaseModel):
         "true or false",
     )
 
+    fused: Literal["auto", "on", "off"] = _option(
+        "auto",
+        "Whether graphs hold a forward of this plug-in's own, which runs the same "
+        "weights in fewer kernels, where a model has one (see vllm-encoder-cg "
+        'models). "auto": where it is measured at start-up to be right and faster '
+        'than vLLM\'s forward by graph; "off": never.',
+        '"auto", "on" or "off"',
+    )
+
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> EncoderCgSettings:
         """Reads ``additional_config["encoder_cg"]``; without it, the defaults.

@@ -37,6 +37,11 @@ class PackedArguments:
     """``[layout.length] int32``."""
 
     @property
+    def row_total(self) -> torch.Tensor:
+        """``[1] int32``: rows of all items; those behind are padding."""
+        return self.geometry.row_starts[-1:]
+
+    @property
     def rows(self) -> GridRows:
         """The place of every row."""
         return self.geometry.rows

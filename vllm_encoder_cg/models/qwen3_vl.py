@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_encoder_cg.models.fused.qwen3_vl import FusedQwen3Vision
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
 
@@ -20,11 +21,12 @@ class Qwen3VLAdapter(PackedTowerAdapter):
         "Qwen3_5MoeForConditionalGeneration",
     )
     passes_sequence_lengths = True
+    fused_tower = FusedQwen3Vision
 
     def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
         geometry, attention = arguments.geometry, arguments.attention
         cos, sin = geometry.rotary_tables(self.tower.rotary_pos_emb.cos_sin_cache)
-        return self.tower(
+        return self.captured_tower(
             arguments.pixels,
             None,
             encoder_metadata={
@@ -36,5 +38,6 @@ class Qwen3VLAdapter(PackedTowerAdapter):
                 "cu_seqlens": attention.cu_seqlens,
                 "max_seqlen": attention.max_seqlen,
                 "sequence_lengths": attention.sequence_lengths,
+                "row_total": arguments.row_total,
             },
         )

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from vllm_encoder_cg import kernels
 from vllm_encoder_cg.models.attention_tables import VARLEN_BACKENDS, can_capture
 
 
@@ -70,4 +73,20 @@ def pruning_refusal(model: Any) -> str | None:
             "video token pruning makes token counts depend on pixels and appends "
             "columns to image embeddings too; drop --video-pruning-rate to use graphs"
         )
+    return None
+
+
+def fusion_refusal(device: torch.device, vllm_config: Any) -> str | None:
+    """What rules out a fused forward on `device` in this engine.
+
+    On a CPU it runs plain operations in place of kernels, for tests.
+    """
+    import vllm.envs as envs
+
+    if device.type != "cpu" and not kernels.is_available(device):
+        return f"there are no kernels for {device.type} here (NVIDIA GPUs, with Triton)"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT asks for vLLM's own kernels"
+    if getattr(vllm_config.compilation_config, "compile_mm_encoder", False):
+        return "compile_mm_encoder has the encoder's blocks compiled"
     return None

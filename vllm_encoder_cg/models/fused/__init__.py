@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards of vLLM's towers with fewer kernels, for capture.
+
+A fused tower is called like the vLLM tower that it is made from and computes the
+same on the same parameters, which stay where they are:
+
+- ``modules.py``: residual addition and norm in one kernel; an activation in the
+  epilogue of the product before it where the library offers that, else in one
+  kernel; linears that are sharded, quantised or wrapped keep their own forward;
+- ``attention.py``: q and k are rotated where the projection left them, and the
+  attention kernel reads them there; what all layers share is computed once;
+- ``blocks.py``: a block out of these, and a stack of blocks in which the last
+  addition of one is fused with the first norm of the next;
+- a file per tower: how its modules make up blocks, and what comes before and after.
+
+What a module here does not know exactly raises ``FusionRefusedError`` when the fused
+tower is made, and the tower is captured as vLLM runs it.
+"""

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transformer block with fused steps, and a stack of them.
+
+The residual stream is carried as two tensors, what it is and what is still to be
+added, so that each addition is made by the norm behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_encoder_cg.models.fused.attention import (
+    FusedAttention,
+    Rotary,
+    SequenceAttention,
+)
+from vllm_encoder_cg.models.fused.modules import (
+    Activation,
+    Norm,
+    add_residual,
+    is_plain,
+    linear,
+)
+
+
+@dataclass(frozen=True)
+class FusedMlp:
+    """Two products with an activation between them."""
+
+    first: Any
+    activation: Activation
+    second: Any
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(self.second, self.activation.after(self.first, x))
+
+
+@dataclass(frozen=True)
+class FusedBlock:
+    """``x + attention(norm1(x)) * scale1``, then the same with the MLP."""
+
+    norm1: Norm
+    attention: FusedAttention
+    norm2: Norm
+    mlp: FusedMlp
+    scale1: torch.Tensor | None = None
+    """``[width]``, or None for 1."""
+    scale2: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all products work row by row, so that what lies in one row does
+        not reach another; a quantised one may scale by the largest value of all."""
+        return all(
+            is_plain(module)
+            for module in (
+                self.attention.qkv,
+                self.attention.proj,
+                self.mlp.first,
+                self.mlp.second,
+            )
+        )
+
+
+def run_blocks(
+    blocks: Sequence[FusedBlock],
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    rotary: Rotary | None,
+    sequences: Callable[[int], SequenceAttention],
+    last_norm: Norm | None,
+    on_output: Callable[[int, torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Runs all blocks.
+
+    Args:
+        x: ``[rows, width]``, the residual stream.
+        delta: what is still to be added to it, or None.
+        sequences: the attention of a block, by its index.
+        last_norm: the norm behind the last block; None: there is none.
+        on_output: called with each block's index and output.
+
+    Returns:
+        ``[rows, width]``: the last output, through `last_norm`.
+    """
+    x, normed = blocks[0].norm1.add(x, delta)
+    for index, block in enumerate(blocks):
+        added = block.attention(normed, rotary, sequences(index))
+        x, normed = block.norm2.add(x, added, block.scale1)
+        added = block.mlp(normed)
+        norm = blocks[index + 1].norm1 if index + 1 < len(blocks) else last_norm
+        if norm is None:
+            x = normed = add_residual(x, added, block.scale2)
+        else:
+            x, normed = norm.add(x, added, block.scale2)
+        if on_output is not None:
+            on_output(index, x)
+    return normed

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3-VL's and Qwen3.5's vision tower, fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_encoder_cg.models.attention_tables import AttentionArguments
+from vllm_encoder_cg.models.fused.attention import (
+    FusedAttention,
+    Rotary,
+    SequenceAttention,
+)
+from vllm_encoder_cg.models.fused.blocks import FusedBlock, FusedMlp, run_blocks
+from vllm_encoder_cg.models.fused.modules import Activation, Norm, expect
+
+
+class FusedQwen3Vision:
+    """Called like vLLM's ``Qwen3_VisionTransformer`` with ready-made metadata.
+
+    Raises:
+        FusionRefusedError: the tower has modules that are not known here.
+    """
+
+    def __init__(self, tower: Any) -> None:
+        expect(tower, "Qwen3_VisionTransformer")
+        self._tower = tower
+        self._blocks = [_make_block(block) for block in tower.blocks]
+        self._keep_finite = not all(block.is_plain for block in self._blocks)
+        expect(tower.merger, "Qwen3_VisionPatchMerger")
+        self._merger = _Merger(tower.merger)
+        for merger in tower.deepstack_merger_list:
+            expect(merger, "Qwen3_VisionPatchMerger")
+        self._level_mergers = [_Merger(m) for m in tower.deepstack_merger_list]
+
+    def __call__(
+        self, pixels: torch.Tensor, grids: None, *, encoder_metadata: dict[str, Any]
+    ) -> torch.Tensor:
+        tower = self._tower
+        hidden = tower.patch_embed(tower.input_norm(pixels, tower.dtype))
+        attention = SequenceAttention(
+            tower.blocks[0].attn.attn,
+            AttentionArguments(
+                encoder_metadata["cu_seqlens"],
+                encoder_metadata["max_seqlen"],
+                encoder_metadata["sequence_lengths"],
+            ),
+            keep_finite=self._keep_finite,
+        )
+        levels: list[torch.Tensor] = []
+
+        def take_level(index: int, output: torch.Tensor) -> None:
+            if index in tower.deepstack_visual_indexes:
+                level = tower.deepstack_visual_indexes.index(index)
+                levels.append(self._level_mergers[level](output))
+
+        normed = run_blocks(
+            self._blocks,
+            hidden,
+            encoder_metadata["pos_embeds"],
+            Rotary(
+                encoder_metadata["rotary_pos_emb_cos"],
+                encoder_metadata["rotary_pos_emb_sin"],
+                encoder_metadata["row_total"],
+            ),
+            lambda index: attention,
+            self._merger.norm,
+            take_level,
+        )
+        merged = self._merger.project(normed)
+        return torch.cat([merged, *levels], dim=1) if levels else merged
+
+
+class _Merger:
+    """Merges patches; the norm of the one behind the last block comes first, that of
+    the levels between comes after the patches of a token lie side by side."""
+
+    def __init__(self, module: Any) -> None:
+        self.norm = Norm(module.norm)
+        self._module = module
+        self._mlp = FusedMlp(
+            module.linear_fc1, Activation(module.act_fn), module.linear_fc2
+        )
+
+    def project(self, normed: torch.Tensor) -> torch.Tensor:
+        """``[tokens, out]`` from rows that the norm has seen."""
+        return self._mlp(normed.view(-1, self._module.hidden_size))
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.project(self.norm(hidden.view(-1, self._module.hidden_size)))
+
+
+def _make_block(block: Any) -> FusedBlock:
+    expect(block, "Qwen3_VisionBlock")
+    expect(block.attn, "Qwen2_5_VisionAttention")
+    expect(block.mlp, "Qwen3_VisionMLP")
+    attention, mlp = block.attn, block.mlp
+    return FusedBlock(
+        Norm(block.norm1),
+        FusedAttention(attention.qkv, attention.attn, attention.proj),
+        Norm(block.norm2),
+        FusedMlp(mlp.linear_fc1, Activation(mlp.act_fn), mlp.linear_fc2),
+    )
