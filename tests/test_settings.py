@@ -47,6 +47,9 @@ def test_defaults() -> None:
         "on_mismatch": "drop",
         "log_every_items": 1000,
         "cost_model": True,
+        "trace_file": None,
+        "trace_max_mib": 16,
+        "fused": "auto",
     }
 
 

@@ -40,6 +40,9 @@ class EagerReason(enum.Enum):
     """A graph fits, but the measured costs say that eager is faster."""
     DROPPED_GRAPH = "dropped_graph"
     """The graphs that would fit failed to capture or to pass the self-check."""
+    UNCHECKED_GRAPH = "unchecked_graph"
+    """The graph has yet to be compared with eager at its first use, and this input
+    could not show that it is right."""
     FAILED = "failed"
     """Running it by graph raised; the log has the first such error."""
     UNSUPPORTED_INPUT = "unsupported_input"

@@ -220,7 +220,7 @@ class EncoderCudaGraphManager:
             trace_header(
                 type(self.model).__name__,
                 self.adapter.budget_range(),
-                {name: path.token_granularity for name, path in self.config.paths.items()},
+                self.config.paths,
                 self._graphs.shapes,
                 self.budgets.limits.max_items,
                 self._graphs.memory_bytes,

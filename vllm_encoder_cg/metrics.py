@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager counts.  One item is one count, whatever its paths did."""
+"""What the manager counts.  One item is one count, whatever its paths did.
+
+These counts are the only ones: log lines, ``get_cumulative_stats()``, the table of
+``--cudagraph-metrics`` and Prometheus all show them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.definitions import EagerReason, GraphKey
 from vllm_encoder_cg.planner import Plan
 
 
 @dataclass
 class EncoderStats:
-    """Counts since start."""
+    """Counts since start, and the graphs that there are."""
 
     hits: int = 0
     """Items whose every path was replayed."""
@@ -24,15 +30,29 @@ class EncoderStats:
     real_tokens: int = 0
     """Output tokens of replays that belong to items."""
     padded_tokens: int = 0
-    """Output tokens of replays beyond those."""
+    """Output tokens that replays computed beyond those."""
     batches: int = 0
+    replay_seconds: float = 0.0
+    """Time of all replays, filling and reading the buffers included, estimated from
+    the batches that ``StepTimer`` timed."""
+    eager_seconds: float = 0.0
+    """Likewise of encoding without a graph."""
+    timed_batches: int = 0
+    graphs: int = 0
+    """Graphs in use now."""
+    graph_memory_bytes: int = 0
 
     @property
     def items(self) -> int:
         return self.hits + self.misses.total()
 
-    def count_plan(self, plan: Plan) -> None:
-        """Adds a plan that is about to run."""
+    def count_plan(self, plan: Plan, shapes: Mapping[GraphKey, GraphShape]) -> None:
+        """Adds a plan as it was run.
+
+        Args:
+            shapes: of the graphs; one of whole rows or tiles computes more tokens
+                than its budget.
+        """
         self.batches += 1
         for sub_batch in plan.sub_batches:
             for step in sub_batch.steps.values():
@@ -41,10 +61,10 @@ class EncoderStats:
                     continue
                 self.replays[step.key] += 1
                 self.real_tokens += step.tokens
-                # A graph of whole rows or tiles may hold more than its budget.
-                self.padded_tokens += max(0, step.key.token_budget - step.tokens)
+                self.padded_tokens += shapes[step.key].capacity.tokens - step.tokens
             reasons = sub_batch.eager_reasons
-            self.misses.update(reasons.values())
+            if reasons:
+                self.misses.update(reasons.values())
             self.hits += len(sub_batch.indices) - len(reasons)
 
     def count_refused(
@@ -79,7 +99,21 @@ class EncoderStats:
                     key=lambda entry: (entry[0].path, entry[0].token_budget),
                 )
             },
+            "replays_by_budget": self.replays_by_budget(),
+            "replay_seconds": self.replay_seconds,
+            "eager_seconds": self.eager_seconds,
+            "timed_batches": self.timed_batches,
+            "num_budgets": self.graphs,
+            "graph_memory_bytes": self.graph_memory_bytes,
         }
+
+    def replays_by_budget(self) -> dict[str, dict[int, int]]:
+        """Per path, replays by token budget, ascending; axis keys summed up."""
+        sums: dict[str, Counter[int]] = {}
+        # A copy, as another thread may be adding a key.
+        for key, count in dict(self.replays).items():
+            sums.setdefault(key.path, Counter())[key.token_budget] += count
+        return {path: dict(sorted(of_path.items())) for path, of_path in sums.items()}
 
     def log_line(self) -> str:
         """One line, in the form of vLLM's periodic ones."""
@@ -94,5 +128,7 @@ class EncoderStats:
             f"Hit rate: {values['hit_rate']:.1%}, Misses: {values['graph_misses']}"
             f"{f' ({reasons})' if reasons else ''}, "
             f"Replays: {self.replays.total()}, Eager calls: {values['eager_calls']}, "
-            f"Padding: {values['padding_rate']:.1%} of replayed tokens"
+            f"Padding: {values['padding_rate']:.1%} of replayed tokens, "
+            f"Replay time: {self.replay_seconds:.1f} s, "
+            f"Eager time: {self.eager_seconds:.1f} s"
         )

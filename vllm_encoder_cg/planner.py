@@ -6,7 +6,7 @@ Pure functions of integers: the same specs give the same plan everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -58,6 +58,37 @@ class Plan:
     """Every item of a batch in exactly one sub-batch."""
 
     sub_batches: tuple[SubBatch, ...]
+
+
+def without_graphs(
+    sub_batch: SubBatch,
+    specs: Sequence[EncoderItemSpec],
+    reason: EagerReason,
+    kept: Collection[GraphKey] = (),
+) -> SubBatch:
+    """`sub_batch` with all graphs but `kept` replaced by eager calls; itself where
+    it has no others.
+
+    Args:
+        specs: of the batch.
+    """
+    lost = {
+        path
+        for path, step in sub_batch.steps.items()
+        if step.key is not None and step.key not in kept
+    }
+    if not lost:
+        return sub_batch
+    steps = {
+        path: PathStep(None, reason, step.tokens) if path in lost else step
+        for path, step in sub_batch.steps.items()
+    }
+    reasons = {
+        i: reason
+        for i in sub_batch.indices
+        if any(specs[i].get_path_output_tokens(path) for path in lost)
+    }
+    return SubBatch(sub_batch.indices, steps, reasons | dict(sub_batch.eager_reasons))
 
 
 _EMPTY = Plan(())

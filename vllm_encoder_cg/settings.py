@@ -83,6 +83,23 @@ class EncoderCgSettings(BaseModel):
         "true or false",
     )
 
+    trace_file: str | None = _option(
+        None,
+        "Record the modality and token counts of each batch, and nothing else of it, "
+        "as JSON lines; `vllm-encoder-cg plan` proposes budgets from them. Each "
+        "process writes a file of its own, with its number before the suffix: "
+        "trace.1234.jsonl for trace.jsonl. null: nothing is recorded.",
+        "a path in a folder that exists, such as /tmp/trace.jsonl, or null",
+        min_length=1,
+    )
+    trace_max_mib: int = _option(
+        16,
+        "Size in MiB that a trace file does not exceed; recording ends there. One "
+        "MiB holds about 20000 batches of one image.",
+        "an integer of at least 1",
+        ge=1,
+    )
+
     fused: Literal["auto", "on", "off"] = _option(
         "auto",
         "Whether graphs hold a forward of this plug-in's own, which runs the same "

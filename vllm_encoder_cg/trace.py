@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
+
+from vllm_encoder_cg import __version__
+from vllm_encoder_cg.definitions import EncoderCudaGraphPathConfig, GraphKey
 
 FORMAT: Literal["vllm-encoder-cg-trace"] = "vllm-encoder-cg-trace"
 VERSION = 1
@@ -111,6 +114,42 @@ class Trace:
 
 class TraceError(ValueError):
     """A file is no trace, or is damaged; the message names file, line and remedy."""
+
+
+def trace_header(
+    architecture: str,
+    budget_range: tuple[int, int],
+    paths: Mapping[str, EncoderCudaGraphPathConfig],
+    graphs: Iterable[GraphKey],
+    max_items: int,
+    memory_bytes: int,
+) -> TraceHeader:
+    """The header of what a manager records.
+
+    Args:
+        architecture: class name of the model.
+        budget_range: its smallest and largest automatic budget.
+        paths: by name, in the model's order.
+        graphs: those that were captured.
+        max_items: images and videos per replay.
+        memory_bytes: device memory that the graphs took.
+    """
+    budgets: dict[str, set[int]] = {path: set() for path in paths}
+    for key in graphs:
+        budgets[key.path].add(key.token_budget)
+    return TraceHeader(
+        FORMAT,
+        VERSION,
+        architecture,
+        *budget_range,
+        {
+            name: TracePath(path.token_granularity, tuple(sorted(budgets[name])))
+            for name, path in paths.items()
+        },
+        max_items,
+        memory_bytes,
+        __version__,
+    )
 
 
 def read_trace(

@@ -36,10 +36,12 @@ def register() -> None:
 def reset() -> None:
     """Undo ``register()``: vLLM as it was, and ready to be registered again."""
     global _registered
+    from vllm_encoder_cg import prometheus
     from vllm_encoder_cg.integration import patches
 
     with _lock:
         patches.undo_all()
+        prometheus.withdraw_metrics()
         _registered = False
 
 
@@ -77,6 +79,16 @@ def _register() -> None:
         return
     _register_random_loader()
     patches.apply(patches.PROCESS_PATCHES)
+    _offer_metrics()
+
+
+def _offer_metrics() -> None:
+    from vllm_encoder_cg import prometheus
+
+    try:
+        prometheus.offer_metrics()
+    except Exception:
+        logger.warning("Encoder metrics will not be at /metrics.", exc_info=True)
 
 
 def _register_random_loader() -> None:

@@ -18,7 +18,11 @@ DISABLE = "VLLM_ENCODER_CG_DISABLE"
 ALLOW_UNTESTED = "VLLM_ENCODER_CG_ALLOW_UNTESTED"
 """Run with a vLLM outside the tested versions, if its interfaces still match."""
 
-ENVIRONMENT_VARIABLES = (DISABLE, ALLOW_UNTESTED)
+METRICS_DIR = "VLLM_ENCODER_CG_METRICS_DIR"
+"""The folder through which workers' counts reach ``/metrics``.  Set by this package,
+not by users; see ``prometheus.py``."""
+
+ENVIRONMENT_VARIABLES = (DISABLE, ALLOW_UNTESTED, METRICS_DIR)
 
 _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
