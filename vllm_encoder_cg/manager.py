@@ -22,8 +22,8 @@ from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.forward_choice import choose_forward
+from vllm_encoder_cg.known_costs import load_or_measure
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.measurement import measure_encoder
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
 from vllm_encoder_cg.planner import Plan, Planner, SubBatch, without_graphs
@@ -208,8 +208,12 @@ class EncoderCudaGraphManager:
         self._weights = WeightWatch(self.model)
         if self.device.type == "cuda":
             if self.settings.cost_model:
-                self.costs, self._rates = measure_encoder(
-                    self.adapter, self._graphs, self._ranks
+                self.costs, self._rates = load_or_measure(
+                    self.settings.cost_file,
+                    self.adapter,
+                    self._graphs,
+                    self._ranks,
+                    self.settings.fused,
                 )
             if self._ranks.share_items:
                 self._gather.measure()

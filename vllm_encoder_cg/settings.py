@@ -82,6 +82,14 @@ class EncoderCgSettings(BaseModel):
         "times. false: pack greedily and replay whatever fits a graph.",
         "true or false",
     )
+    cost_file: str | None = _option(
+        None,
+        "A file with measured times: read at start-up instead of measuring where it "
+        "is of this encoder, GPU and version, and written after measuring where there "
+        "is none. `vllm-encoder-cg plan` reads it, too. null: always measured.",
+        "a path, such as /var/cache/encoder-costs.json, or null",
+        min_length=1,
+    )
 
     trace_file: str | None = _option(
         None,
