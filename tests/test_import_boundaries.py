@@ -19,6 +19,8 @@ LIGHT_MODULES = [
     "",
     ".adapter",
     ".budgets",
+    ".budget_search",
+    ".cost_file",
     ".costs",
     ".definitions",
     ".fitting",

@@ -49,6 +49,7 @@ def test_defaults() -> None:
         "cost_model": True,
         "trace_file": None,
         "trace_max_mib": 16,
+        "cost_file": None,
         "fused": "auto",
     }
 

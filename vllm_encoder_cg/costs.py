@@ -116,6 +116,10 @@ class MeasuredCosts:
                     f"time of {name}: got {ms!r}; use milliseconds, a positive "
                     "finite number"
                 )
+        self.replay_ms = dict(replay_ms)
+        """As measured."""
+        self.eager_ms = {path: dict(times) for path, times in eager_ms.items()}
+        """As measured."""
         by_axis: dict[tuple[str, object], dict[int, float]] = {}
         by_path: dict[str, dict[int, float]] = {}
         for key, ms in replay_ms.items():
