@@ -81,6 +81,21 @@ def compare_all() -> None:
             assert cos.isfinite().all() and sin.isfinite().all(), name
 
 
+def compare_fused() -> None:
+    """Every kernel of fused forwards, with rows and heads that fill no block."""
+    from vllm_encoder_cg.kernels import checks
+
+    found = checks.compare_all(
+        torch.device("cpu"),
+        rows=(5,),
+        widths=(20,),
+        heads=((3, 20), (2, 16)),
+        mlp_widths=(40,),
+    )
+    wrong = [check for check in found if not check["ok"]]
+    assert found and not wrong, wrong[:5]
+
+
 def test_kernels_equal_tensor_operations() -> None:
     pytest.importorskip("triton", reason="PyTorch's build for this machine has none")
     done = subprocess.run(
@@ -96,3 +111,4 @@ def test_kernels_equal_tensor_operations() -> None:
 
 if __name__ == "__main__":
     compare_all()
+    compare_fused()

@@ -48,6 +48,8 @@ class SequenceAttention:
     splits: ClassVar[int] = 1
     """Parts in which FlashAttention 3 reads keys; more need a kernel to combine
     them.  0: as it chooses itself."""
+    direct: ClassVar[bool] = True
+    """Whether to call FlashAttention itself, where it is the backend."""
     share_schedule: ClassVar[bool] = False
     """Whether FlashAttention 3 schedules once for all layers."""
 
@@ -56,7 +58,8 @@ class SequenceAttention:
     ) -> None:
         self._arguments = arguments
         self._direct = (
-            is_exactly(layer, "MMEncoderAttention")
+            self.direct
+            and is_exactly(layer, "MMEncoderAttention")
             and layer.attn_backend.name == "FLASH_ATTN"
             and not getattr(layer, "fp8_enabled", False)
             and kernels.is_available(arguments.cu_seqlens.device)
