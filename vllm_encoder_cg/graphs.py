@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -75,8 +75,16 @@ class CudaGraphRecorder:
             it; None: a pool of its own.
     """
 
+    _used_pools: ClassVar[set[Any]] = set()
+
     def __init__(self, graph_pool: Any = None) -> None:
-        self._pool = graph_pool or torch.cuda.graph_pool_handle()
+        if graph_pool is None or graph_pool in self._used_pools:
+            # The graphs that an earlier recorder put there may be gone, and the
+            # pool with them: PyTorch refuses the handle then.
+            graph_pool = torch.cuda.graph_pool_handle()
+        self._used_pools.add(graph_pool)
+        self._pool = graph_pool
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def _capture_stream(self) -> torch.cuda.Stream:
@@ -101,6 +109,8 @@ class CudaGraphRecorder:
             result = forward()
             output = make_output(tuple(result.shape), result.dtype)
             del result
+            if self._anchor is None:
+                self._anchor = self._hold_pool()
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(): it collects garbage and empties the
             # allocator's cache each time, most of the time of a capture.
@@ -114,6 +124,19 @@ class CudaGraphRecorder:
                 raise
         torch.cuda.current_stream().wait_stream(stream)
         return graph, output
+
+    def _hold_pool(self) -> torch.cuda.CUDAGraph:
+        """A graph of one small kernel, which keeps the pool while others are left out.
+
+        With the last graph of a pool PyTorch forgets the pool.
+        """
+        scratch = torch.empty(1, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_stream().synchronize()
+        graph.capture_begin(pool=self._pool)
+        scratch.zero_()
+        graph.capture_end()
+        return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a capture that failed, so that PyTorch works on as before it.
