@@ -21,13 +21,16 @@ from vllm_encoder_cg.kernels.grid_search import (
 
 @triton.jit
 def _source_place(position, size, SIDE: tl.constexpr, NORMALISED: tl.constexpr):
-    """Where row or column `position` of `size` falls on the table."""
+    """Where row or column `position` of `size` falls on the table.
+
+    Divisions are rounded to nearest, as PyTorch's are; Triton's own ``/`` is not.
+    """
     centre = position.to(tl.float32) + 0.5
     if NORMALISED:
         # By way of [-1, 1], as grid_sample takes coordinates.
-        unit = centre / size.to(tl.float32) * 2.0 - 1.0
+        unit = tl.math.div_rn(centre, size.to(tl.float32)) * 2.0 - 1.0
         return ((unit + 1.0) * SIDE - 1.0) / 2.0
-    scale = tl.full([], SIDE, tl.float32) / size.to(tl.float32)
+    scale = tl.math.div_rn(tl.full([], SIDE, tl.float32), size.to(tl.float32))
     return scale * centre - 0.5
 
 
@@ -36,6 +39,7 @@ def _near(x):
     return (1.25 * x - 2.25) * x * x + 1.0
 
 
+# Its argument is written as PyTorch computes it: 1 - u + 1 is rounded twice.
 @triton.jit
 def _far(x):
     return ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
@@ -94,7 +98,7 @@ def _bicubic_kernel(
         g = tl.load(table + (line + c) * HIDDEN + columns, mask=mask).to(tl.float32)
         h = tl.load(table + (line + d) * HIDDEN + columns, mask=mask).to(tl.float32)
         along = e * _far(u + 1.0) + f * _near(u)
-        along = along + g * _near(1.0 - u) + h * _far(2.0 - u)
+        along = along + g * _near(1.0 - u) + h * _far(1.0 - u + 1.0)
         if i == 0:
             total = along * _far(v + 1.0)
         elif i == 1:
@@ -102,7 +106,7 @@ def _bicubic_kernel(
         elif i == 2:
             total = total + along * _near(1.0 - v)
         else:
-            total = total + along * _far(2.0 - v)
+            total = total + along * _far(1.0 - v + 1.0)
     tl.store(target, total.to(dtype), mask=mask)
 
 
