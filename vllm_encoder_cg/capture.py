@@ -56,6 +56,7 @@ class GraphSet:
         for key in list(self.graphs):
             self.drop(key)
             self.release_unused(key.path)
+        self.memory_bytes = 0
 
     def leave_out(self, key: GraphKey) -> None:
         """Forgets a captured graph, and its buffers if its path has no other."""

@@ -280,6 +280,7 @@ class EncoderCudaGraphManager:
             return
         self._stale = True
         self._graphs.drop_all()
+        self._count_graphs()
         logger.error(
             "A weight of %s was replaced (%s), so its encoder CUDA graphs, which read "
             "the one before, are dropped and the encoder runs eagerly. Write new "
@@ -308,12 +309,13 @@ class EncoderCudaGraphManager:
         if self._planner is None:
             return None
         self._drop_stale_graphs(self._weights.glance())
+        self._timer.begin_batch()
         if self._stale:
             if self._ranks.share_items:  # the others wait to hear of it
                 self._ranks.all(False)
-            self.stats.count_refused(reason=EagerReason.DROPPED_GRAPH)
+            self._count_unshared(reason=EagerReason.DROPPED_GRAPH)
+            self._timer.expect_own_path()
             return None
-        self._timer.begin_batch()
         run = self._execute_share if self._ranks.share_items else self._execute
         outputs = run(mm_kwargs, self._planner)
         if outputs is None:

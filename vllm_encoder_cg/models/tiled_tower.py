@@ -70,7 +70,7 @@ class Tiles:
         if min(self.counts, default=0) < 0 or not self.pixels.ndim:
             return False
         total = self.offsets[-1]
-        if total != self.pixels.shape[0]:
+        if total != self.pixels.shape[0] or not self.pixels.is_floating_point():
             return False
         # Without any tile, the rest of the shape is the processor's whim.
         return not total or self.pixels.shape[1:] == (_CHANNELS, kind.side, kind.side)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many batches, odd ones, and ones whose pixels are not finite."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_faults.support import (
+    GEMMA3,
+    INTERNVL,
+    MIB,
+    QWEN2_5,
+    Context,
+    assert_close,
+    check,
+    eager,
+    images,
+    serve,
+    settle,
+    some_sizes,
+    variant,
+)
+from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.models.registry import adapted_architectures
+from vllm_encoder_cg.samples.encoder_inputs import video_batch
+
+BATCHES = 2000
+NOT_FINITE = {"NaN": float("nan"), "Inf": float("inf")}
+
+
+@check(f"replay: {BATCHES} random batches, memory flat, all equal to eager")
+def many_batches(context: Context) -> None:
+    manager = variant(context.encoders.get())
+    manager.capture()
+    generator = random.Random(0)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    worst, before = 0.0, 0
+    batches = BATCHES if torch.cuda.is_available() else 20
+    for number in range(batches):
+        if number == batches // 10:
+            before = _allocated()
+        if number % 5 == 4:
+            clips = [
+                (2 * generator.randint(1, 4), 64, 96)
+                for _ in range(generator.randint(1, 3))
+            ]
+            mm_kwargs = video_batch(manager.adapter, clips, number)
+        else:
+            mm_kwargs = images(manager, *some_sizes(generator), seed=number)
+        outputs = manager.execute(mm_kwargs)
+        if outputs is None:  # wholly above every budget
+            continue
+        expected = eager(manager, mm_kwargs)
+        worst = max(worst, assert_close(manager, outputs, expected, f"batch {number}"))
+        if number % (batches // 10) == 1 and number < batches // 10 + 2:
+            kept += [(output, output.clone()) for output in outputs]
+        del outputs, expected, mm_kwargs
+    growth = _allocated() - before
+    assert all(torch.equal(*pair) for pair in kept), "an early output has changed"
+    context.figures |= {
+        "error": worst,
+        "growth_mib": growth / MIB,
+        "hits": manager.stats.hits,
+        "misses": manager.stats.misses.total(),
+    }
+    assert growth <= MIB, "memory grows from batch to batch"
+    manager.clear()
+
+
+def _allocated() -> int:
+    settle()
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+@check("replay: input that contradicts itself or lies elsewhere")
+def odd_input(context: Context) -> None:
+    for architecture in (QWEN2_5, GEMMA3):
+        manager = context.encoders.get(architecture)
+        good = images(manager, (224, 224), (128, 64), seed=1)
+        expected = eager(manager, good)
+        (name,) = [key for key in good if key.startswith("pixel_values")]
+        pixels = good[name]
+        strided = torch.stack([pixels, pixels], dim=-1)[..., 0]
+        assert not strided.is_contiguous()
+        # The same values: whatever takes them must make the same of them.
+        for equal in (pixels.cpu(), pixels.float(), strided):
+            outputs = manager.execute(good | {name: equal})
+            if outputs is not None:
+                assert_close(manager, outputs, expected)
+        for bad in (
+            pixels[:-1],
+            torch.cat([pixels, pixels[:1]]),
+            pixels[:0],
+            pixels.flatten(),
+            pixels[..., :-1],
+            (pixels * 10).to(torch.int32),
+        ):
+            assert manager.execute(good | {name: bad}) is None, "bad input was taken"
+        assert_close(manager, manager.execute(good), expected, "the next request")
+
+
+def _isolation(context: Context, manager: EncoderCudaGraphManager) -> None:
+    """A bad image in the middle of a batch, then batches after it."""
+    sizes = [(224, 96), (320, 224), (96, 160)]
+    clean = images(manager, *sizes, seed=3)
+    (name,) = [key for key in clean if key.startswith("pixel_values")]
+    batch = manager.adapter.parse(clean)
+    assert batch is not None
+    expected = manager.execute(clean)
+    assert expected is not None
+    for kind, value in NOT_FINITE.items():
+        bad = clean | {name: _spoil(clean[name], batch, value)}
+        reference = eager(manager, bad)
+        context.figures[f"eager_{kind}_neighbours_finite"] = [
+            bool(reference[i].isfinite().all()) for i in (0, 2)
+        ]
+        before = manager.stats.hits
+        outputs = manager.execute(bad)
+        assert outputs is not None and manager.stats.hits == before + 3
+        for i in (0, 2):
+            finite = bool(outputs[i].isfinite().all())
+            assert finite, f"{kind} in one image reaches image {i} of its sub-batch"
+            assert torch.equal(outputs[i], expected[i]), f"{kind} changes image {i}"
+        after = manager.execute(clean)
+        assert after is not None
+        assert all(map(torch.equal, after, expected)), f"{kind} outlives its request"
+        small = images(manager, (64, 64), seed=4)
+        assert_close(manager, manager.execute(small), eager(manager, small))
+
+
+def _spoil(pixels: Any, batch: Any, value: float) -> Any:
+    """The pixels with the middle image's replaced by `value`."""
+    payload = batch.payload
+    if isinstance(pixels, list):  # slices per image
+        return [
+            [torch.full_like(s, value) for s in slices] if i == 1 else slices
+            for i, slices in enumerate(pixels)
+        ]
+    if hasattr(payload, "tiles"):
+        offsets = next(iter(payload.tiles.values())).offsets
+    else:
+        offsets = payload.row_offsets
+    spoilt = pixels.clone()
+    spoilt[offsets[1] : offsets[2]] = value
+    return spoilt
+
+
+def _add_isolation(architecture: str, backend: str | None) -> None:
+    suffix = f", {backend}" if backend else ""
+
+    @check(f"isolation: NaN and Inf in one image, {architecture}{suffix}")
+    def isolation(context: Context) -> None:
+        manager = context.encoders.get(
+            architecture,
+            backend=backend if torch.cuda.is_available() else None,
+            mm_device_do_normalize=False,  # pixels of a floating-point type
+        )
+        _isolation(context, manager)
+
+
+for _backend in ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"):
+    _add_isolation(QWEN2_5, _backend)
+for _architecture in (
+    "Glm4vForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+    "Ernie4_5_VLMoeForConditionalGeneration",
+    INTERNVL,
+    GEMMA3,
+    "Gemma4ForConditionalGeneration",
+    "MiniCPMV2_6",
+):
+    _add_isolation(_architecture, None)
+
+
+@check("replay: every architecture, without waiting for the device", gpu_only=True)
+def no_synchronisation(context: Context) -> None:
+    """With the debug mode of PyTorch in which a wait is an error."""
+    waits: dict[str, str] = {}
+    for architecture in adapted_architectures():
+        try:
+            manager = context.encoders.get(architecture, vision="small", budgets=())
+        except Exception as error:  # a sample that this vLLM cannot build
+            context.figures[architecture] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        if not manager.is_captured():
+            context.figures[architecture] = manager.inactive_reason
+            continue
+        wait = _find_wait(manager)
+        context.figures[architecture] = wait or "no wait"
+        if wait is not None:
+            waits[architecture] = wait
+    assert not waits, f"execute waits for the device: {waits}"
+
+
+def _find_wait(manager: EncoderCudaGraphManager) -> str | None:
+    first = images(manager, (64, 64), (96, 64), seed=0)
+    second = images(manager, (128, 96), (64, 96), (64, 64), seed=1)
+    assert manager.execute(first) is not None
+    torch.cuda.synchronize()
+    failed: list[BaseException] = []
+    count = manager._count_failure
+
+    def note(batch: Any) -> None:
+        import sys
+
+        failed.append(sys.exc_info()[1] or RuntimeError("unknown"))
+        count(batch)
+
+    manager._count_failure = note  # type: ignore[method-assign]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = manager.execute(second)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        del manager._count_failure
+    if failed:
+        return f"{type(failed[0]).__name__}: {failed[0]}"[:200]
+    assert outputs is not None
+    assert_close(manager, outputs, eager(manager, second))
+    return None
+
+
+@check("quantised: fp8 attention of the encoder is refused", gpu_only=True)
+def fp8_attention(context: Context) -> None:
+    manager = context.encoders.get(vision="small", mm_encoder_attn_dtype="fp8")
+    context.figures["reason"] = manager.inactive_reason
+    assert not manager.active and "fp8" in (manager.inactive_reason or "")
+    assert manager.execute(images(manager, (64, 64))) is None
+
+
+@check("quantised: fp8 weights give what eager gives", gpu_only=True)
+def fp8_weights(context: Context) -> None:
+    manager = context.encoders.get(quantization="fp8")
+    context.figures["reason"] = manager.inactive_reason
+    if manager.active:
+        context.figures["error"] = serve(manager)
