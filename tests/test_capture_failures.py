@@ -158,8 +158,8 @@ def test_what_exceeds_the_memory_limit_is_left_out(
     package_log: pytest.LogCaptureFixture,
 ) -> None:
     # As on a GPU on which the graphs of the largest budget take 1 MiB per token.
-    taken = iter([0, *(budget << 20 for budget in (256, 96, 96))])
-    monkeypatch.setattr("vllm_encoder_cg.capture._memory_in_use", lambda _: next(taken))
+    taken = iter([budget << 20 for budget in (256, 96, 96)])
+    monkeypatch.setattr(MemoryMeter, "taken_bytes", lambda _: next(taken))
     manager = make_variant(
         sound, monkeypatch, budgets=BUDGETS, memory_limit_gib=100 / 1024
     )

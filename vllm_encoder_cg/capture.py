@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from vllm_encoder_cg.definitions import (
 )
 from vllm_encoder_cg.graphs import GraphRecorder, make_recorder
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.memory_meter import MemoryMeter
 from vllm_encoder_cg.ranks import EncoderRanks
 
 logger = init_logger(__name__)
@@ -189,7 +189,7 @@ def capture_graphs(
     begin = time.perf_counter()
     result = GraphSet.empty(device)
     recorder = make_recorder(device, graph_pool)
-    before = _memory_in_use(device)
+    memory = MemoryMeter(device)
     limit = _MemoryLimit(memory_limit_bytes)
     for shape in shapes:
         if not limit.admits(shape.key):
@@ -198,11 +198,10 @@ def capture_graphs(
         error = _capture_one(result, adapter, shape, limits, recorder, ranks)
         if error is None:
             if limit.is_to_measure(shape.key):
-                _give_back(device)
-                taken = ranks.in_step(_memory_in_use(device) - before)
+                taken = ranks.in_step(memory.taken_bytes())
                 if not limit.holds(shape.key, taken):
                     result.leave_out(shape.key)
-                    _give_back(device)
+                    memory.give_back()
             continue
         result.drop(shape.key)
         result.release_unused(shape.key.path)
@@ -214,10 +213,8 @@ def capture_graphs(
             error,
         )
         del error
-        _give_back(device)
-    # What the uncaptured runs left in the allocator's cache is no graph memory.
-    _give_back(device)
-    result.memory_bytes = max(_memory_in_use(device) - before, result.arena.nbytes())
+        memory.give_back()
+    result.memory_bytes = max(memory.taken_bytes(), result.arena.nbytes())
     result.seconds = time.perf_counter() - begin
     return result
 
@@ -274,17 +271,3 @@ def _prepare(
             f"budget {shape.key.token_budget}"
         )
     return adapter.capture_buffers(shape, arena)
-
-
-def _memory_in_use(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def _give_back(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
