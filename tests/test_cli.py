@@ -35,7 +35,7 @@ def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "models", "verify"])
+@pytest.mark.parametrize("command", ["demo", "models", "plan", "verify"])
 def test_help_is_there(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0, result.stderr
@@ -54,7 +54,7 @@ def test_help_names_the_commands_and_loads_neither_torch_nor_vllm() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    for command in ("demo", "models", "verify"):
+    for command in ("demo", "models", "plan", "verify"):
         assert command in result.stdout
 
 

@@ -32,9 +32,11 @@ LIGHT_MODULES = [
     ".logger",
     ".packing",
     ".planner",
+    ".proposal",
     ".protocol",
     ".settings",
     ".sharding",
+    ".traffic",
 ]
 
 
