@@ -324,7 +324,7 @@ def _errors(
 def _float64(manager: EncoderCudaGraphManager) -> Iterator[None]:
     """The tower's weights as float64, and plain operations in place of kernels."""
     from vllm_encoder_cg import kernels
-    from vllm_encoder_cg.models.fused.attention import SequenceAttention
+    from vllm_encoder_cg.models.fused.attention import Attend
 
     modules = [manager.adapter.tower]  # type: ignore[attr-defined]
     for name in ("resampler_model", "multi_modal_projector", "mlp1"):
@@ -341,7 +341,7 @@ def _float64(manager: EncoderCudaGraphManager) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(kernels, "is_available", lambda device: False))
-        enter(mock.patch.object(SequenceAttention, "__call__", _exact_attention))
+        enter(mock.patch.object(Attend, "__call__", _exact_attention))
         if norm is not None:
             enter(mock.patch.object(norm, "forward", _normalise_wide(norm.forward)))
         for tensor in tensors:
@@ -359,13 +359,13 @@ def _normalise_wide(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, dtype: forward(x, torch.float32).to(dtype)
 
 
-def _exact_attention(sequences: Any, layer: Any, q: Any, k: Any, v: Any) -> Any:
-    """``SequenceAttention.__call__`` on any dtype."""
+def _exact_attention(attend: Any, layer: Any, q: Any, k: Any, v: Any) -> Any:
+    """``Attend.__call__`` on any dtype."""
     import torch
     import torch.nn.functional as F
 
     output = torch.zeros_like(q)
-    starts = sequences._arguments.cu_seqlens.tolist()
+    starts = attend.starts.tolist()
     for begin, end in itertools.pairwise(starts):
         if end > begin:
             parts = [x[begin:end].transpose(0, 1)[None] for x in (q, k, v)]
@@ -438,7 +438,7 @@ def _time_steps(
     thing changed."""
     from vllm_encoder_cg.benchmarking.timing import time_in_turn
     from vllm_encoder_cg.models.fused import modules
-    from vllm_encoder_cg.models.fused.attention import SequenceAttention
+    from vllm_encoder_cg.models.fused.attention import Attend
 
     changes: dict[str, list[Any]] = {
         "all": [],
@@ -449,13 +449,13 @@ def _time_steps(
             mock.patch.object(modules.Norm, "add", _add_and_norm_apart)
         ],
         "attention through vLLM's layer": [
-            mock.patch.object(SequenceAttention, "direct", False)
+            mock.patch.object(Attend, "direct", False)
         ],
         "FlashAttention chooses its splits": [
-            mock.patch.object(SequenceAttention, "splits", 0)
+            mock.patch.object(Attend, "splits", 0)
         ],
         "one schedule for all layers": [
-            mock.patch.object(SequenceAttention, "share_schedule", True)
+            mock.patch.object(Attend, "share_schedule", True)
         ],
     }
     calls = {}

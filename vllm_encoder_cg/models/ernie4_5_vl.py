@@ -10,6 +10,7 @@ import torch
 
 from vllm_encoder_cg.definitions import EncoderItemSpec, GraphCapacity
 from vllm_encoder_cg.models.attention_tables import SequenceTable
+from vllm_encoder_cg.models.fused.ernie4_5_vl import FusedErnieVision
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
@@ -84,6 +85,7 @@ class Ernie45VLAdapter(PackedTowerAdapter):
 
     architectures = ("Ernie4_5_VLMoeForConditionalGeneration",)
     tower_attribute = "vision_model"
+    fused_tower = FusedErnieVision
 
     def unsupported_reason(self) -> str | None:
         reason = super().unsupported_reason()
@@ -120,12 +122,13 @@ class Ernie45VLAdapter(PackedTowerAdapter):
     def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
         inv_freq = self.tower.rotary_pos_emb.inv_freq
         angles = arguments.rows.places().to(inv_freq.dtype).unsqueeze(2) * inv_freq
-        features = self.tower(
+        features = self.captured_tower(
             arguments.pixels,
             encoder_metadata={
                 "rotary_pos_emb": angles.flatten(1),
                 "cu_seqlens": arguments.attention.cu_seqlens,
                 "max_seqlen": arguments.attention.max_seqlen,
+                "row_total": arguments.row_total,
             },
         )
         layout = arguments.layout

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from vllm_encoder_cg.adapter import GraphShape
+from vllm_encoder_cg.models.fused.fusable import FusableAdapter
+from vllm_encoder_cg.models.fused.internvl import FusedInternEncoder
 from vllm_encoder_cg.models.one_path_tower import OnePathAdapter
 from vllm_encoder_cg.models.tiled_tower import TileKind
 
 
-class InternVLAdapter(OnePathAdapter):
+class InternVLAdapter(FusableAdapter, OnePathAdapter):
     """A frame of a video is a tile: both modalities share the graphs."""
 
     architectures = ("InternVLChatModel",)
     modalities = ("image", "video")
+    fused_tower = FusedInternEncoder
     pixel_keys: ClassVar[dict[str, str]] = {
         "image": "pixel_values_flat",
         "video": "pixel_values_flat_video",
@@ -41,10 +45,21 @@ class InternVLAdapter(OnePathAdapter):
         return self.model.config.text_config.hidden_size
 
     def encode(self, pixels: torch.Tensor, path: str) -> torch.Tensor:
+        return self._encode(pixels, self.tower.encoder)
+
+    def forward(
+        self, buffers: dict[str, torch.Tensor], shape: GraphShape
+    ) -> torch.Tensor:
+        pixels = buffers[self.kinds[shape.key.path].buffer]
+        encoder = self.captured_tower if self.fused else self.tower.encoder
+        return self._encode(pixels, encoder)
+
+    def _encode(
+        self, pixels: torch.Tensor, encoder: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
         # The tower's own forward would shard the tiles over the ranks once more
         # where encoders are data parallel; its parts do not.
-        tower = self.tower
-        hidden = tower.encoder(inputs_embeds=tower.embeddings(pixels))[:, 1:]
+        hidden = encoder(inputs_embeds=self.tower.embeddings(pixels))[:, 1:]
         side = int(hidden.shape[1] ** 0.5)
         hidden = self.model.pixel_shuffle(
             hidden.unflatten(1, (side, side)),

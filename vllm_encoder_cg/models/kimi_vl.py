@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from vllm_encoder_cg.models.fused.kimi_vl import FusedMoonVision
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_layout import Grid
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
@@ -22,6 +23,7 @@ class KimiVLAdapter(PackedTowerAdapter):
     pixel_keys: ClassVar[dict[str, str]] = {"image": "pixel_values"}
     grid_keys: ClassVar[dict[str, str]] = {"image": "image_grid_hws"}
     tower_attribute = "vision_tower"
+    fused_tower = FusedMoonVision
 
     def unsupported_reason(self) -> str | None:
         reason = super().unsupported_reason()
@@ -69,7 +71,7 @@ class KimiVLAdapter(PackedTowerAdapter):
         # uncaptured forward before a capture, if vLLM has not used it before.
         rope = self.tower.encoder.rope_2d.precomputed_freqs_cis
         merged = replace(arguments.geometry, merge_size=self.merge_size).rows
-        features = self.tower(
+        features = self.captured_tower(
             arguments.pixels,
             None,
             encoder_metadata={
@@ -82,6 +84,7 @@ class KimiVLAdapter(PackedTowerAdapter):
                 "rope_freqs_cis": rope[rows.row, rows.col],
                 "cu_seqlens": attention.cu_seqlens,
                 "max_seqlen": attention.max_seqlen,
+                "row_total": arguments.row_total,
                 "merge_gather_idx": merged.start
                 + merged.row * merged.width
                 + merged.col,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_encoder_cg.adapter import BufferSpec, EncoderAdapter, EncoderBatch, GraphShape
+from vllm_encoder_cg.adapter import BufferSpec, EncoderBatch, GraphShape
 from vllm_encoder_cg.definitions import (
     DEFAULT_PATH,
     BatchLimits,
@@ -30,7 +30,7 @@ from vllm_encoder_cg.models.attention_tables import (
     launch_bounds,
     make_sequence_table,
 )
-from vllm_encoder_cg.models.fused.modules import FusionRefusedError
+from vllm_encoder_cg.models.fused.fusable import FusableAdapter
 from vllm_encoder_cg.models.host_tables import HostTables, copy_rows, select_rows
 from vllm_encoder_cg.models.packed_batch import PackedArguments, PackedItems
 from vllm_encoder_cg.models.packed_geometry import PackedGeometry
@@ -41,7 +41,6 @@ from vllm_encoder_cg.models.packed_samples import (
     uniform_grids,
 )
 from vllm_encoder_cg.models.refusals import (
-    fusion_refusal,
     pruning_refusal,
     tower_refusal,
     varlen_refusal,
@@ -54,7 +53,7 @@ _MIN_FRAME_TOKENS = 16
 the largest budget at this size."""
 
 
-class PackedTowerAdapter(EncoderAdapter):
+class PackedTowerAdapter(FusableAdapter):
     """Base of the packed towers' adapters."""
 
     pixel_keys: ClassVar[dict[str, str]] = {
@@ -70,8 +69,6 @@ class PackedTowerAdapter(EncoderAdapter):
     """Whether the tower hands sequence lengths to attention, which FLASHINFER
     needs."""
     min_token_budget: ClassVar[int] = 64
-    fused_tower: ClassVar[type[Any] | None] = None
-    """Makes of the tower one that is called alike and has fewer kernels."""
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
         super().__init__(model, vllm_config)
@@ -80,7 +77,6 @@ class PackedTowerAdapter(EncoderAdapter):
         self._host_tables = HostTables()
         self._known_specs: dict[tuple[str, Grid], EncoderItemSpec] = {}
         self._row_index: torch.Tensor | None = None
-        self._fused: Any = None
 
     # -- What differs between towers ----------------------------------------
 
@@ -184,11 +180,6 @@ class PackedTowerAdapter(EncoderAdapter):
     # -- Tools for subclasses ------------------------------------------------
 
     @property
-    def captured_tower(self) -> Any:
-        """What ``tower_forward`` calls: vLLM's tower, or the fused one."""
-        return self._fused if self.fused else self.tower
-
-    @property
     def backend(self) -> str:
         """``AttentionBackendEnum`` name of the tower's attention."""
         return self.attention_layer.attn_backend.name
@@ -240,18 +231,6 @@ class PackedTowerAdapter(EncoderAdapter):
                 self.backend, self.device.type, self.passes_sequence_lengths
             )
         )
-
-    def fusion_refusal(self) -> str | None:
-        make = type(self).fused_tower
-        if make is None:
-            return super().fusion_refusal()
-        reason = fusion_refusal(self.device, self.vllm_config)
-        if reason is None and self._fused is None:
-            try:
-                self._fused = make(self.tower)
-            except FusionRefusedError as error:
-                reason = str(error)
-        return reason
 
     def backend_name(self) -> str:
         return self.backend

@@ -11,6 +11,7 @@ import torch
 
 from vllm_encoder_cg.definitions import BatchLimits, GraphCapacity, GraphKey
 from vllm_encoder_cg.models.attention_tables import SequenceTable, launch_bounds
+from vllm_encoder_cg.models.fused.qwen2_5_vl import FusedQwen25Vision
 from vllm_encoder_cg.models.grid_rows import rotary_2d
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
@@ -61,6 +62,7 @@ class Qwen25VLAdapter(PackedTowerAdapter):
 
     architectures = ("Qwen2_5_VLForConditionalGeneration",)
     passes_sequence_lengths = True
+    fused_tower = FusedQwen25Vision
 
     @property
     def window_side(self) -> int:
@@ -98,7 +100,7 @@ class Qwen25VLAdapter(PackedTowerAdapter):
         places = rows.places().view(len(order), -1)[order].view(-1, 2)
         cos, sin = self.tower.rotary_pos_emb.cos_sin_cache.chunk(2, dim=-1)
         cos, sin = rotary_2d(cos, sin, places)
-        return self.tower(
+        return self.captured_tower(
             arguments.pixels,
             None,
             encoder_metadata={
@@ -112,5 +114,6 @@ class Qwen25VLAdapter(PackedTowerAdapter):
                 "cu_window_seqlens": local.cu_seqlens,
                 "max_seqlen_window": local.max_seqlen,
                 "sequence_lengths_window": local.sequence_lengths,
+                "row_total": arguments.row_total,
             },
         )

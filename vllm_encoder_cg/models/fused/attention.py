@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a fused block, on a packed projection.
 
-``SequenceAttention`` is made once per forward and serves all of its layers.  Where
+An ``Attend`` is made once per forward and serves all of its layers.  Where
 FlashAttention runs, it calls the kernel that vLLM's ``MMEncoderAttention`` wraps, on
 q, k and v as they lie in the projection, and leaves out what that wrapper does for
 each layer anew: clearing the output (rows behind the last sequence are cleared in q,
@@ -11,6 +11,7 @@ are called through vLLM's layer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,64 +36,73 @@ class Rotary:
     """Whether pairs are neighbours, not halves of a head."""
 
 
-class SequenceAttention:
-    """Attention inside the sequences of one table.
+class Attend(ABC):
+    """Attention of all layers of one forward.
 
     Args:
         layer: an ``MMEncoderAttention``; all of the tower are alike.
-        arguments: what vLLM's layer is called with.
+        starts: ``[sequences + 1] int32`` on the device: where sequences begin.
+        max_seqlen: rows of the longest.
         keep_finite: whether rows behind the last sequence must be finite in the
             output too, because something looks at all rows together.
     """
 
+    direct: ClassVar[bool] = True
+    """Whether to call FlashAttention itself, where it is the backend."""
     splits: ClassVar[int] = 1
     """Parts in which FlashAttention 3 reads keys; more need a kernel to combine
     them.  0: as it chooses itself."""
-    direct: ClassVar[bool] = True
-    """Whether to call FlashAttention itself, where it is the backend."""
     share_schedule: ClassVar[bool] = False
     """Whether FlashAttention 3 schedules once for all layers."""
 
     def __init__(
-        self, layer: Any, arguments: AttentionArguments, *, keep_finite: bool = False
+        self, layer: Any, starts: torch.Tensor, max_seqlen: int, *, keep_finite: bool
     ) -> None:
-        self._arguments = arguments
-        self._direct = (
+        self.starts = starts
+        self.reads_packed = layer.attn_backend.name != "FLASHINFER"
+        """Whether q and k may be read where they lie in the projection; cuDNN takes
+        contiguous ones."""
+        self._flash: dict[str, Any] | None = None
+        if (
             self.direct
             and is_exactly(layer, "MMEncoderAttention")
             and layer.attn_backend.name == "FLASH_ATTN"
             and not getattr(layer, "fp8_enabled", False)
-            and kernels.is_available(arguments.cu_seqlens.device)
-        )
-        self.reads_packed = layer.attn_backend.name != "FLASHINFER"
-        """Whether q and k may be read where they lie in the projection; cuDNN takes
-        contiguous ones."""
-        if not self._direct:
-            return
+            and kernels.is_available(starts.device)
+        ):
+            self._flash = self._flash_arguments(layer, max_seqlen)
         self._make_output = torch.zeros if keep_finite else torch.empty
-        self._max_seqlen = int(arguments.max_seqlen)
-        self._options: dict[str, Any] = {}
-        if layer._fa_version is not None:
-            self._options["fa_version"] = layer._fa_version
-        if layer._fa_version == 3:
-            self._options["num_splits"] = self.splits
-            if self.share_schedule:
-                self._options["scheduler_metadata"] = self._schedule(layer)
 
-    def _schedule(self, layer: Any) -> torch.Tensor:
+    def _flash_arguments(self, layer: Any, max_seqlen: int) -> dict[str, Any]:
+        arguments = {
+            "cu_seqlens_q": self.starts,
+            "cu_seqlens_k": self.starts,
+            "max_seqlen_q": max_seqlen,
+            "max_seqlen_k": max_seqlen,
+            "causal": False,
+        }
+        version = layer._fa_version
+        if version is not None:
+            arguments["fa_version"] = version
+        if version == 3:
+            arguments["num_splits"] = self.splits
+            if self.share_schedule:
+                arguments["scheduler_metadata"] = self._schedule(layer, max_seqlen)
+        return arguments
+
+    def _schedule(self, layer: Any, max_seqlen: int) -> torch.Tensor:
         from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
 
-        starts = self._arguments.cu_seqlens
         return get_scheduler_metadata(
-            batch_size=len(starts) - 1,
-            max_seqlen_q=self._max_seqlen,
-            max_seqlen_k=self._max_seqlen,
+            batch_size=len(self.starts) - 1,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_k=max_seqlen,
             num_heads_q=layer.num_heads,
             num_heads_kv=layer.num_kv_heads,
             headdim=layer.head_size,
-            cache_seqlens=starts[1:] - starts[:-1],
+            cache_seqlens=self.starts[1:] - self.starts[:-1],
             qkv_dtype=layer.dtype,
-            cu_seqlens_q=starts,
+            cu_seqlens_q=self.starts,
             num_splits=self.splits,
         )
 
@@ -100,34 +110,68 @@ class SequenceAttention:
         self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """``[rows, heads x size]`` from three tensors ``[rows, heads, size]``."""
-        arguments = self._arguments
-        if not self._direct:
-            output = layer(
-                query=q.unsqueeze(0),
-                key=k.unsqueeze(0),
-                value=v.unsqueeze(0),
-                cu_seqlens=arguments.cu_seqlens,
-                max_seqlen=arguments.max_seqlen,
-                sequence_lengths=arguments.sequence_lengths,
-            )
-            return output.reshape(len(q), -1)
+        if self._flash is None:
+            return self.through_layer(layer, q, k, v).reshape(len(q), -1)
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         output = self._make_output(q.shape, dtype=q.dtype, device=q.device)
         flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=arguments.cu_seqlens,
-            cu_seqlens_k=arguments.cu_seqlens,
-            max_seqlen_q=self._max_seqlen,
-            max_seqlen_k=self._max_seqlen,
-            softmax_scale=layer.scale,
-            causal=False,
-            out=output,
-            **self._options,
+            q, k, v, softmax_scale=layer.scale, out=output, **self._flash
         )
         return output.flatten(1)
+
+    @abstractmethod
+    def through_layer(
+        self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """The same by vLLM's layer, in any shape."""
+
+
+class SequenceAttention(Attend):
+    """Attention inside the sequences of one table.
+
+    Args:
+        arguments: what vLLM's layer is called with.
+    """
+
+    def __init__(
+        self, layer: Any, arguments: AttentionArguments, *, keep_finite: bool
+    ) -> None:
+        super().__init__(
+            layer,
+            arguments.cu_seqlens,
+            int(arguments.max_seqlen),
+            keep_finite=keep_finite,
+        )
+        self._arguments = arguments
+
+    def through_layer(
+        self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        return layer(
+            query=q.unsqueeze(0),
+            key=k.unsqueeze(0),
+            value=v.unsqueeze(0),
+            cu_seqlens=self._arguments.cu_seqlens,
+            max_seqlen=self._arguments.max_seqlen,
+            sequence_lengths=self._arguments.sequence_lengths,
+        )
+
+
+class TileAttention(Attend):
+    """Attention inside tiles of equal size."""
+
+    def __init__(self, layer: Any, tiles: int, rows: int, device: torch.device) -> None:
+        starts = torch.arange(
+            0, tiles * rows + 1, rows, dtype=torch.int32, device=device
+        )
+        super().__init__(layer, starts, rows, keep_finite=False)
+        self._tiles = tiles
+
+    def through_layer(
+        self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        return layer(*(each.unflatten(0, (self._tiles, -1)) for each in (q, k, v)))
 
 
 @dataclass(frozen=True)
@@ -147,19 +191,19 @@ class FusedAttention:
     k_norm: Norm | None = None
 
     def __call__(
-        self, x: torch.Tensor, rotary: Rotary | None, sequences: SequenceAttention
+        self, x: torch.Tensor, rotary: Rotary | None, attend: Attend
     ) -> torch.Tensor:
         """``[rows, width]`` to add to the residual stream."""
         packed = linear(self.qkv, x)
         heads = self.layer.num_heads
         if rotary is not None:
-            q, k, v = rotate(packed, heads, rotary, in_place=sequences.reads_packed)
+            q, k, v = rotate(packed, heads, rotary, in_place=attend.reads_packed)
         else:
             parts = packed.chunk(3, dim=-1)
             if self.q_norm is not None and self.k_norm is not None:
                 parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
             q, k, v = (part.unflatten(-1, (heads, -1)) for part in parts)
-        return linear(self.proj, sequences(self.layer, q, k, v))
+        return linear(self.proj, attend(self.layer, q, k, v))
 
 
 def rotate(

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_encoder_cg.models.fused.attention import (
-    FusedAttention,
-    Rotary,
-    SequenceAttention,
-)
+from vllm_encoder_cg.models.fused.attention import Attend, FusedAttention, Rotary
 from vllm_encoder_cg.models.fused.modules import (
     Activation,
     Norm,
@@ -51,19 +47,20 @@ class FusedBlock:
     """``[width]``, or None for 1."""
     scale2: torch.Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all products work row by row, so that what lies in one row does
-        not reach another; a quantised one may scale by the largest value of all."""
-        return all(
-            is_plain(module)
-            for module in (
-                self.attention.qkv,
-                self.attention.proj,
-                self.mlp.first,
-                self.mlp.second,
-            )
+
+def needs_finite_padding(blocks: Sequence[FusedBlock]) -> bool:
+    """Whether what lies in one row may reach another by way of a product, because
+    one is not plain: a quantised one may scale by the largest value of all rows."""
+    return not all(
+        is_plain(module)
+        for block in blocks
+        for module in (
+            block.attention.qkv,
+            block.attention.proj,
+            block.mlp.first,
+            block.mlp.second,
         )
+    )
 
 
 def run_blocks(
@@ -71,7 +68,7 @@ def run_blocks(
     x: torch.Tensor,
     delta: torch.Tensor | None,
     rotary: Rotary | None,
-    sequences: Callable[[int], SequenceAttention],
+    attend: Callable[[int], Attend],
     last_norm: Norm | None,
     on_output: Callable[[int, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
@@ -80,7 +77,7 @@ def run_blocks(
     Args:
         x: ``[rows, width]``, the residual stream.
         delta: what is still to be added to it, or None.
-        sequences: the attention of a block, by its index.
+        attend: the attention of a block, by its index.
         last_norm: the norm behind the last block; None: there is none.
         on_output: called with each block's index and output.
 
@@ -89,7 +86,7 @@ def run_blocks(
     """
     x, normed = blocks[0].norm1.add(x, delta)
     for index, block in enumerate(blocks):
-        added = block.attention(normed, rotary, sequences(index))
+        added = block.attention(normed, rotary, attend(index))
         x, normed = block.norm2.add(x, added, block.scale1)
         added = block.mlp(normed)
         norm = blocks[index + 1].norm1 if index + 1 < len(blocks) else last_norm

@@ -57,6 +57,19 @@ def expect(module: Any, name: str) -> None:
         )
 
 
+def expect_unsharded(attention: Any) -> None:
+    """Makes sure that a rank has all heads.
+
+    Raises:
+        FusionRefusedError: the attention is tensor parallel.
+    """
+    if attention.tp_size > 1:
+        raise FusionRefusedError(
+            f"its {type(attention).__name__} is sharded; set --mm-encoder-tp-mode to "
+            "data to have it whole on each rank"
+        )
+
+
 def linear(module: Any, x: torch.Tensor) -> torch.Tensor:
     """``module(x)`` of a vLLM linear, which may return its bias beside."""
     result = module(x)

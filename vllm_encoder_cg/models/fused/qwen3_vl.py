@@ -13,7 +13,13 @@ from vllm_encoder_cg.models.fused.attention import (
     Rotary,
     SequenceAttention,
 )
-from vllm_encoder_cg.models.fused.blocks import FusedBlock, FusedMlp, run_blocks
+from vllm_encoder_cg.models.fused.blocks import (
+    FusedBlock,
+    FusedMlp,
+    needs_finite_padding,
+    run_blocks,
+)
+from vllm_encoder_cg.models.fused.merger import FusedMerger
 from vllm_encoder_cg.models.fused.modules import Activation, Norm, expect
 
 
@@ -28,12 +34,9 @@ class FusedQwen3Vision:
         expect(tower, "Qwen3_VisionTransformer")
         self._tower = tower
         self._blocks = [_make_block(block) for block in tower.blocks]
-        self._keep_finite = not all(block.is_plain for block in self._blocks)
-        expect(tower.merger, "Qwen3_VisionPatchMerger")
-        self._merger = _Merger(tower.merger)
-        for merger in tower.deepstack_merger_list:
-            expect(merger, "Qwen3_VisionPatchMerger")
-        self._level_mergers = [_Merger(m) for m in tower.deepstack_merger_list]
+        self._merger = _make_merger(tower.merger)
+        # Their norms come after the patches of a token lie side by side.
+        self._level_mergers = [_make_merger(m) for m in tower.deepstack_merger_list]
 
     def __call__(
         self, pixels: torch.Tensor, grids: None, *, encoder_metadata: dict[str, Any]
@@ -47,14 +50,14 @@ class FusedQwen3Vision:
                 encoder_metadata["max_seqlen"],
                 encoder_metadata["sequence_lengths"],
             ),
-            keep_finite=self._keep_finite,
+            keep_finite=needs_finite_padding(self._blocks),
         )
         levels: list[torch.Tensor] = []
 
         def take_level(index: int, output: torch.Tensor) -> None:
             if index in tower.deepstack_visual_indexes:
                 level = tower.deepstack_visual_indexes.index(index)
-                levels.append(self._level_mergers[level](output))
+                levels.append(self._level_mergers[level].merge_then_norm(output))
 
         normed = run_blocks(
             self._blocks,
@@ -73,23 +76,10 @@ class FusedQwen3Vision:
         return torch.cat([merged, *levels], dim=1) if levels else merged
 
 
-class _Merger:
-    """Merges patches; the norm of the one behind the last block comes first, that of
-    the levels between comes after the patches of a token lie side by side."""
-
-    def __init__(self, module: Any) -> None:
-        self.norm = Norm(module.norm)
-        self._module = module
-        self._mlp = FusedMlp(
-            module.linear_fc1, Activation(module.act_fn), module.linear_fc2
-        )
-
-    def project(self, normed: torch.Tensor) -> torch.Tensor:
-        """``[tokens, out]`` from rows that the norm has seen."""
-        return self._mlp(normed.view(-1, self._module.hidden_size))
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.project(self.norm(hidden.view(-1, self._module.hidden_size)))
+def _make_merger(module: Any) -> FusedMerger:
+    expect(module, "Qwen3_VisionPatchMerger")
+    mlp = FusedMlp(module.linear_fc1, Activation(module.act_fn), module.linear_fc2)
+    return FusedMerger(Norm(module.norm), module.hidden_size, mlp)
 
 
 def _make_block(block: Any) -> FusedBlock:

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an adapter with a fused tower has in common with others."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.models.fused.modules import FusionRefusedError
+from vllm_encoder_cg.models.refusals import fusion_refusal
+
+
+class FusableAdapter(EncoderAdapter):
+    """Base of the adapters that may have a fused tower.
+
+    A subclass has ``tower`` and ``device``, and calls ``captured_tower`` in its
+    captured forward instead of ``tower``.
+    """
+
+    fused_tower: ClassVar[type[Any] | None] = None
+    """Makes of the tower one that is called alike; None: there is none."""
+
+    tower: Any
+    _fused: Any = None
+
+    @property
+    def captured_tower(self) -> Any:
+        """vLLM's tower, or the fused one where that is to be captured."""
+        return self._fused if self.fused else self.tower
+
+    def fusion_refusal(self) -> str | None:
+        if self.fused_tower is None:
+            return super().fusion_refusal()
+        device: torch.device = self.device  # type: ignore[attr-defined]
+        reason = fusion_refusal(device, self.vllm_config)
+        if reason is None and self._fused is None:
+            try:
+                self._fused = self.fused_tower(self.tower)
+            except FusionRefusedError as error:
+                reason = str(error)
+        return reason

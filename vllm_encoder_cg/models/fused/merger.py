@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step behind the blocks of Qwen's towers: patches of a token side by side, and
+an MLP on them."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_encoder_cg.models.fused.blocks import FusedMlp
+from vllm_encoder_cg.models.fused.modules import Norm
+
+
+class FusedMerger:
+    """Norm, merge, MLP.
+
+    Args:
+        norm: over a patch, or over a merged token.
+        width: of a merged token.
+    """
+
+    def __init__(self, norm: Norm, width: int, mlp: FusedMlp) -> None:
+        self.norm = norm
+        self._width = width
+        self._mlp = mlp
+
+    def project(self, normed: torch.Tensor) -> torch.Tensor:
+        """``[tokens, out]`` from rows that the norm has seen."""
+        return self._mlp(normed.view(-1, self._width))
+
+    def merge_then_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[tokens, out]`` from rows, where the norm is over a merged token."""
+        return self.project(self.norm(hidden.view(-1, self._width)))
