@@ -30,13 +30,19 @@ LIGHT_MODULES = [
     ".integration.versions",
     ".integration.vllm_symbols",
     ".logger",
+    ".metrics",
+    ".metrics_table",
     ".packing",
     ".planner",
+    ".prometheus",
     ".proposal",
     ".protocol",
+    ".reporter",
     ".settings",
     ".sharding",
     ".traffic",
+    ".trace",
+    ".trace_writer",
 ]
 
 

@@ -64,6 +64,8 @@ def test_defaults() -> None:
         on_mismatch=st.sampled_from(["drop", "raise"]),
         log_every_items=st.integers(0, 10**6),
         cost_model=st.booleans(),
+        trace_file=st.none() | st.text(min_size=1),
+        trace_max_mib=st.integers(1, 10**6),
     )
 )
 def test_settings_survive_a_round_trip(settings: EncoderCgSettings) -> None:
@@ -91,6 +93,9 @@ def test_settings_survive_a_round_trip(settings: EncoderCgSettings) -> None:
         ("on_mismatch", "ignore", '"drop" or "raise"'),
         ("log_every_items", -1, "an integer of at least 0"),
         ("cost_model", None, "true or false"),
+        ("trace_file", "", "a path in a folder that exists"),
+        ("trace_file", True, "a path in a folder that exists"),
+        ("trace_max_mib", 0, "an integer of at least 1"),
     ],
 )
 def test_a_refused_value_is_named_with_its_remedy(

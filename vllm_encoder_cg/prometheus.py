@@ -263,7 +263,7 @@ def offer_metrics() -> None:
     if _collector is not None:
         return
     if not _is_part_of_a_server(os.environ):
-        _own_folder = Path(tempfile.mkdtemp(prefix="vllm-encoder-cg-"))
+        _own_folder = Path(tempfile.mkdtemp(prefix="vllm-encoder-cg-metrics-"))
         os.environ[METRICS_DIR] = str(_own_folder)
         atexit.register(_remove, _own_folder, os.getpid())
     collector = EncoderMetricsCollector(Path(os.environ[METRICS_DIR]))

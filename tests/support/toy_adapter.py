@@ -166,8 +166,11 @@ def make_toy_config(**compilation_config: Any) -> Any:
             }
             | compilation_config
         ),
-        model_config=SimpleNamespace(multimodal_config=multimodal),
+        model_config=SimpleNamespace(
+            multimodal_config=multimodal, served_model_name="toy"
+        ),
+        observability_config=SimpleNamespace(cudagraph_metrics=False),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0
         ),
     )
