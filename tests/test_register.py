@@ -33,6 +33,10 @@ WORKER_NAMES = [
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
     "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
     "vllm.v1.worker.gpu_worker:Worker.shutdown",
+    "vllm.v1.worker.gpu_worker:Worker.load_model",
+    "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
+    "vllm.v1.worker.gpu_worker:Worker.wake_up",
 ]
 CPU_NAMES = [name for name in WORKER_NAMES if "cpu_worker" in name]
 

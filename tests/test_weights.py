@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests.support.encoders import Encoders
 from tests.support.variants import make_variant
 from vllm_encoder_cg.definitions import EagerReason
+from vllm_encoder_cg.integration import patches, runners
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 from vllm_encoder_cg.self_check import relative_norm
@@ -145,6 +147,48 @@ def test_clearing_forgets_what_was_replaced(
     assert manager.execute(make_inputs(manager)) is None
     assert manager.stats.misses.total() == 0
     manager.capture()
+    assert manager.execute(make_inputs(manager)) is not None
+
+
+# -- What vLLM does to weights ------------------------------------------------------
+
+
+class RunnerThatReplaces:
+    """A V1 runner whose reloading makes new parameters."""
+
+    def __init__(
+        self, manager: EncoderCudaGraphManager, weight: torch.nn.Parameter
+    ) -> None:
+        self.encoder_cudagraph_manager = manager
+        self._weight = weight
+
+    def reload_weights(self) -> None:
+        replace(self.encoder_cudagraph_manager, self._weight)
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_graphs_are_compared_after_a_reload(
+    manager: EncoderCudaGraphManager, weight: torch.nn.Parameter
+) -> None:
+    """The very next batch, as vLLM's workers are used."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    patches.activate_in_worker()
+    worker = Worker.__new__(Worker)
+    worker.vllm_config = manager.vllm_config
+    worker.model_runner = RunnerThatReplaces(manager, weight)
+    worker.model_runner.get_model = lambda: manager.model
+    worker.reload_weights()
+    assert manager.get_cumulative_stats()["num_budgets"] == 0
+    assert manager.execute(make_inputs(manager)) is None
+
+
+def test_a_comparison_that_fails_stops_nothing(
+    manager: EncoderCudaGraphManager, package_log: pytest.LogCaptureFixture
+) -> None:
+    runner = SimpleNamespace(encoder_cudagraph_manager=manager)
+    runners.check_weights(SimpleNamespace(model_runner=runner))  # has no model
+    assert "Cannot tell whether" in package_log.text
     assert manager.execute(make_inputs(manager)) is not None
 
 

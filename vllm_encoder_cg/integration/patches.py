@@ -107,6 +107,16 @@ def _log_final_stats_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return shutdown
 
 
+def _check_weights_after(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def change_weights(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(worker, *args, **kwargs)
+        runners.check_weights(worker)
+        return result
+
+    return change_weights
+
+
 def _activate_first(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -183,6 +193,26 @@ WORKER_PATCHES = (
         why="Statistics are logged at intervals; what came after the last one would "
         "be lost.  The CPU worker inherits the method.",
         remove_when="never: a plug-in hook at shutdown would serve as well",
+    ),
+    *(
+        Patch(
+            "vllm.v1.worker.gpu_worker",
+            f"Worker.{method}",
+            _check_weights_after,
+            why="vLLM writes new weights where the old ones were. A loader or a "
+            "quantisation that does not would leave graphs that read the old ones. "
+            "The CPU worker inherits the method.",
+            remove_when="never: a plug-in hook after loading would serve as well",
+        )
+        for method in ("load_model", "reload_weights", "finish_weight_update")
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.wake_up",
+        _check_weights_after,
+        why="Sleeping gives the memory of weights back, and waking takes it at the "
+        "same addresses; were it at others, graphs would read what is not there.",
+        remove_when="never: a plug-in hook after waking would serve as well",
     ),
 )
 

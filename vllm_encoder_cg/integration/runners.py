@@ -76,6 +76,20 @@ def capture_on_cpu(worker: Any) -> None:
             manager.capture(graph_pool=None)
 
 
+def check_weights(worker: Any) -> None:
+    """Have the manager drop its graphs if they no longer read the weights of the
+    model that `worker` runs; never raises."""
+    try:
+        manager = find_manager(getattr(worker, "model_runner", None))
+        if manager is not None and manager.is_captured():
+            manager.check_weights(worker.get_model())
+    except Exception:
+        logger.warning(
+            "Cannot tell whether encoder CUDA graphs still read the model's weights.",
+            exc_info=True,
+        )
+
+
 def log_final_stats(worker: Any) -> None:
     """Log what the manager counted since its last line; never raises."""
     try:

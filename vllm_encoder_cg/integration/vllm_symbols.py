@@ -78,6 +78,19 @@ WORKER_SYMBOLS = (
     ),
     VllmSymbol("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",)),
     VllmSymbol("vllm.v1.worker.gpu_worker", "Worker.get_model", ("self",)),
+    # What may replace weights under captured graphs.
+    VllmSymbol(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.load_model",
+        ("self", "load_dummy_weights"),
+    ),
+    VllmSymbol(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.reload_weights",
+        ("self", "args", "kwargs"),
+    ),
+    VllmSymbol("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", ("self",)),
+    VllmSymbol("vllm.v1.worker.gpu_worker", "Worker.wake_up", ("self", "tags")),
     VllmSymbol(
         "vllm.v1.worker.cpu_worker",
         "CPUWorker.compile_or_warm_up_model",
