@@ -257,9 +257,17 @@ def _table(
             percent(result.padding),
             f"{result.error:.1e}",
             yes(result.bitwise),
-            "ok" if result.ok else "DIFFERS",
+            _verdict(result),
         )
     return table
+
+
+def _verdict(result: CaseResult) -> str:
+    if not result.ok:
+        return "DIFFERS"
+    if result.eager_spread:
+        return f"ok: eager itself varies by {result.eager_spread:.1e}"
+    return "ok"
 
 
 def _budgets(budgets: list[int]) -> str:
