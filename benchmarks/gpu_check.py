@@ -3,10 +3,11 @@
 
     python benchmarks/gpu_check.py --out DIR [JOB ...]
 
-A JOB is ``ARCHITECTURE[:BACKEND[:VIDEOS]]``: a sample checkpoint with the released
-vision configuration, the encoder attention backend (FLASH_ATTN), and how many
-videos a prompt may have (1; 0 turns videos off).  Without jobs: every architecture
-that has an adapter.  DIR receives one JSON file per job, with every case.
+A JOB is ``ARCHITECTURE[:BACKEND[:VIDEOS[:DTYPE]]]``: a sample checkpoint with the
+released vision configuration, the encoder attention backend (FLASH_ATTN), how many
+videos a prompt may have (1; 0 turns videos off), and the dtype (bfloat16).  Without
+jobs: every architecture that has an adapter.  DIR receives one JSON file per job,
+with every case.
 
 Graphs are forced (no cost model), so that every batch that fits is replayed.
 """
@@ -32,15 +33,16 @@ class Job:
     architecture: str
     backend: str = "FLASH_ATTN"
     videos: int = 1
+    dtype: str = "bfloat16"
 
     @classmethod
     def parse(cls, text: str) -> Job:
         architecture, *rest = text.split(":")
-        backend = rest[0] if rest else "FLASH_ATTN"
-        return cls(architecture, backend, int(rest[1]) if len(rest) > 1 else 1)
+        backend, videos, dtype = (*rest, *("FLASH_ATTN", "1", "bfloat16")[len(rest) :])
+        return cls(architecture, backend, int(videos), dtype)
 
     def __str__(self) -> str:
-        return f"{self.architecture}:{self.backend}:{self.videos}"
+        return f"{self.architecture}:{self.backend}:{self.videos}:{self.dtype}"
 
 
 def main() -> None:
@@ -52,6 +54,9 @@ def main() -> None:
     parser.add_argument("--random-batches", type=int, default=20)
     parser.add_argument("--max-graphs", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=16384)
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, help="further settings, as JSON"
+    )
     args = parser.parse_args()
     # Nothing is fetched; a kernel of vLLM's needs the second with Triton 3.6.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -91,9 +96,9 @@ def run(job: Job, args: argparse.Namespace) -> str:
         architecture=job.architecture,
         vision="released",
         backend=job.backend,
-        dtype="bfloat16",
+        dtype=job.dtype,
         max_tokens=args.max_tokens,
-        settings={"cost_model": False, "max_graphs": args.max_graphs},
+        settings={"cost_model": False, "max_graphs": args.max_graphs} | args.settings,
         engine={"limit_mm_per_prompt": {m: limits[m] for m in modalities}},
     )
     with captured_encoder(options) as manager:
@@ -120,7 +125,8 @@ def _summary(results: list[dict[str, Any]], stats: dict[str, Any]) -> str:
     errors = [r["error"] for r in results if not math.isnan(r["error"])]
     return (
         f"{len(results) - len(bad)}/{len(results)} cases ok, "
-        f"worst {max(errors):.1e}, {sum(r['bitwise'] for r in results)} bitwise, "
+        f"worst {max(errors):.1e} (eager from itself "
+        f"{max(r['eager_spread'] for r in results):.1e}), {sum(r['bitwise'] for r in results)} bitwise, "
         f"{sum(r['hits'] for r in results)} hits, "
         f"{sum(r['eager'] for r in results)} eager, "
         f"{stats['num_budgets']} graphs ({len(stats['dropped_graphs'])} dropped), "
