@@ -438,6 +438,7 @@ def _time_steps(
     thing changed."""
     from vllm_encoder_cg.benchmarking.timing import time_in_turn
     from vllm_encoder_cg.models.fused import modules
+    from vllm_encoder_cg.models.fused.alongside import Alongside
     from vllm_encoder_cg.models.fused.attention import Attend
 
     changes: dict[str, list[Any]] = {
@@ -448,12 +449,9 @@ def _time_steps(
         "norms and additions apart": [
             mock.patch.object(modules.Norm, "add", _add_and_norm_apart)
         ],
-        "attention through vLLM's layer": [
-            mock.patch.object(Attend, "direct", False)
-        ],
-        "FlashAttention chooses its splits": [
-            mock.patch.object(Attend, "splits", 0)
-        ],
+        "attention through vLLM's layer": [mock.patch.object(Attend, "direct", False)],
+        "nothing alongside": [mock.patch.object(Alongside, "run", _run_in_line)],
+        "FlashAttention chooses its splits": [mock.patch.object(Attend, "splits", 0)],
         "one schedule for all layers": [
             mock.patch.object(Attend, "share_schedule", True)
         ],
@@ -469,6 +467,10 @@ def _time_steps(
                 print(f"step {name!r}: {type(error).__name__}: {error}", flush=True)
     times = time_in_turn(calls, fused.device, rounds)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _run_in_line(alongside: Any, call: Callable[..., Any], x: Any) -> Any:
+    return call(x)
 
 
 def _add_and_norm_apart(norm: Any, x: Any, delta: Any, scale: Any = None) -> Any:

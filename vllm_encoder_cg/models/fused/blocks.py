@@ -31,6 +31,11 @@ class FusedMlp:
     activation: Activation
     second: Any
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether both products are nothing but weights and biases."""
+        return is_plain(self.first) and is_plain(self.second)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(self.second, self.activation.after(self.first, x))
 
@@ -52,14 +57,10 @@ def needs_finite_padding(blocks: Sequence[FusedBlock]) -> bool:
     """Whether what lies in one row may reach another by way of a product, because
     one is not plain: a quantised one may scale by the largest value of all rows."""
     return not all(
-        is_plain(module)
+        block.mlp.is_plain
+        and is_plain(block.attention.qkv)
+        and is_plain(block.attention.proj)
         for block in blocks
-        for module in (
-            block.attention.qkv,
-            block.attention.proj,
-            block.mlp.first,
-            block.mlp.second,
-        )
     )
 
 

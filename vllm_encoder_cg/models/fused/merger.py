@@ -23,6 +23,11 @@ class FusedMerger:
         self._width = width
         self._mlp = mlp
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its products are on this rank alone."""
+        return self._mlp.is_plain
+
     def project(self, normed: torch.Tensor) -> torch.Tensor:
         """``[tokens, out]`` from rows that the norm has seen."""
         return self._mlp(normed.view(-1, self._width))

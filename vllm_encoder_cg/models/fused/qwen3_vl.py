@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
+from vllm_encoder_cg.models.fused.alongside import Alongside
 from vllm_encoder_cg.models.fused.attention import (
     FusedAttention,
     Rotary,
@@ -37,6 +38,9 @@ class FusedQwen3Vision:
         self._merger = _make_merger(tower.merger)
         # Their norms come after the patches of a token lie side by side.
         self._level_mergers = [_make_merger(m) for m in tower.deepstack_merger_list]
+        self._alongside = Alongside(
+            tower.device, apart=all(merger.is_plain for merger in self._level_mergers)
+        )
 
     def __call__(
         self, pixels: torch.Tensor, grids: None, *, encoder_metadata: dict[str, Any]
@@ -57,7 +61,8 @@ class FusedQwen3Vision:
         def take_level(index: int, output: torch.Tensor) -> None:
             if index in tower.deepstack_visual_indexes:
                 level = tower.deepstack_visual_indexes.index(index)
-                levels.append(self._level_mergers[level].merge_then_norm(output))
+                merger = self._level_mergers[level]
+                levels.append(self._alongside.run(merger.merge_then_norm, output))
 
         normed = run_blocks(
             self._blocks,
@@ -73,6 +78,7 @@ class FusedQwen3Vision:
             take_level,
         )
         merged = self._merger.project(normed)
+        self._alongside.join()
         return torch.cat([merged, *levels], dim=1) if levels else merged
 
 
