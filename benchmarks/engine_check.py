@@ -81,11 +81,12 @@ class EncoderChecks:
 
     def load_saved_weights(self, path: str) -> None:
         """Reloads in place, as vLLM does for weights from a trainer."""
+        import torch
         from safetensors.torch import load_file
 
-        self.reload_weights(
-            weights_iterator=iter(load_file(path).items()), is_checkpoint_format=False
-        )
+        weights = iter(load_file(path).items())
+        with torch.no_grad():
+            self.reload_weights(weights_iterator=weights, is_checkpoint_format=False)
 
     def encoder_capture_again(self) -> int:
         """Captures anew, as vLLM does; returns the number of graphs."""

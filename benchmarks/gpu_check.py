@@ -15,6 +15,7 @@ Graphs are forced (no cost model), so that every batch that fits is replayed.
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import math
@@ -82,6 +83,7 @@ def main() -> None:
 def run(job: Job, args: argparse.Namespace) -> str:
     """Builds, captures and verifies one encoder."""
     import torch
+    import vllm
 
     from vllm_encoder_cg.samples.captured_encoder import (
         EncoderOptions,
@@ -108,10 +110,17 @@ def run(job: Job, args: argparse.Namespace) -> str:
         cases = standard_cases(manager, random_batches=args.random_batches)
         results = [verifier.run(case).as_dict() for case in cases]
         stats = manager.get_cumulative_stats()
+        backend = manager.adapter.backend_name()
         manager.clear()
     report: dict[str, Any] = {
         "job": str(job),
+        "architecture": job.architecture,
+        "attention_backend": backend,
         "device": torch.cuda.get_device_name(),
+        "dtype": options.dtype,
+        "tower": options.vision,
+        "vllm": vllm.__version__,
+        "date": datetime.date.today().isoformat(),
         "stats": stats,
         "cases": results,
     }
@@ -126,7 +135,8 @@ def _summary(results: list[dict[str, Any]], stats: dict[str, Any]) -> str:
     return (
         f"{len(results) - len(bad)}/{len(results)} cases ok, "
         f"worst {max(errors):.1e} (eager from itself "
-        f"{max(r['eager_spread'] for r in results):.1e}), {sum(r['bitwise'] for r in results)} bitwise, "
+        f"{max(r['eager_spread'] for r in results):.1e}), "
+        f"{sum(r['bitwise'] for r in results)} bitwise, "
         f"{sum(r['hits'] for r in results)} hits, "
         f"{sum(r['eager'] for r in results)} eager, "
         f"{stats['num_budgets']} graphs ({len(stats['dropped_graphs'])} dropped), "

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,21 +64,48 @@ def compare_tokens(ranks: int, vision: str, folder: Path) -> list[Row]:
     vLLM where the platform has both.
     """
     checkpoint = make_checkpoint(ranks, vision, folder)
-    rows = []
+    layouts = _layouts(ranks)
+    pairs = []
     for runner, environment in _runners().items():
-        for name, parallel in _layouts(ranks).items():
+        for name, parallel in layouts.items():
             args = engine_args(vision) | {"model": str(checkpoint)} | parallel
-            without = run(Job(name, args, environment), folder)
-            given = run(Job(name, args | GRAPHS, environment), folder)
-            row: Row = {"engine": f"{runner}, {name}", "ranks": ranks}
-            row["equal_tokens"] = without["tokens"] == given["tokens"]
-            for field_, count in (("graphs", "num_budgets"), ("hits", "graph_hits")):
-                row[f"{field_}_by_rank"] = [
-                    stats[count] if stats else 0 for stats in given["stats"]
-                ]
-            row["problems"] = _find_problems(row, "pipeline_parallel_size" in parallel)
-            rows.append(row)
-    return rows
+            jobs = (
+                Job(f"{runner}, {name}, eager", args, environment),
+                Job(f"{runner}, {name}", args | GRAPHS, environment),
+            )
+            pairs.append((*jobs, "pipeline_parallel_size" in parallel))
+    # On GPUs their starts, which take most of the time, may overlap.
+    with ThreadPoolExecutor(1 if vision == "small" else 4) as pool:
+        found = {
+            job.name: pool.submit(run, job, folder)
+            for *jobs, _ in pairs
+            for job in jobs
+        }
+    return [
+        _compare_engines(given.name, ranks, found[without.name], found[given.name], pp)
+        for without, given, pp in pairs
+    ]
+
+
+def _compare_engines(
+    name: str,
+    ranks: int,
+    without: Future[dict[str, Any]],
+    given: Future[dict[str, Any]],
+    stages: bool,
+) -> Row:
+    """One engine's tokens and graphs."""
+    row: Row = {"engine": name, "ranks": ranks}
+    for future in (without, given):
+        if error := future.exception():
+            return row | {"part": name, "problems": [str(error)[-1500:]]}
+    row["equal_tokens"] = without.result()["tokens"] == given.result()["tokens"]
+    for field_, count in (("graphs", "num_budgets"), ("hits", "graph_hits")):
+        row[f"{field_}_by_rank"] = [
+            stats[count] if stats else 0 for stats in given.result()["stats"]
+        ]
+    row["problems"] = _find_problems(row, stages)
+    return row
 
 
 def _find_problems(row: Row, stages: bool) -> list[str]:
@@ -168,7 +196,9 @@ def engine_args(vision: str) -> dict[str, Any]:
         "enable_prefix_caching": False,
         # On a GPU this would turn graphs off; on the CPU it saves a compilation.
         "enforce_eager": small,
-        "gpu_memory_utilization": 0.5,
+        # Engines run beside each other: none may size itself by what is free.
+        "gpu_memory_utilization": 0.5 if small else 0.15,
+        **({} if small else {"kv_cache_memory_bytes": 2 << 30}),
         "seed": 0,
     }
 
@@ -198,7 +228,7 @@ def _layouts(ranks: int) -> dict[str, dict[str, Any]]:
 
 def run(job: Job, folder: Path) -> dict[str, Any]:
     """What ``generate`` returns in a process of its own."""
-    output = folder / "engine.json"
+    output = folder / f"{job.name}.json"
     arguments = ["-m", "benchmarks.multi_gpu.engines", json.dumps(job.engine_args)]
     _call([*arguments, str(output)], job.environment)
     return json.loads(output.read_text())
