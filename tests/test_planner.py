@@ -279,3 +279,15 @@ def test_planning_loads_no_torch() -> None:
         check=True,
     )
     assert result.stdout.split() == []
+
+
+def test_specs_seen_before_are_planned_once() -> None:
+    planner = Planner(graphs(64, 128), ["default"])
+    large, small = item(60), item(4)
+    first = planner.plan([large, small])
+    assert planner.plan([large, small]) is first
+    assert planner.plan([small, large]) is not first
+    for size in range(1, 600):  # more than are kept
+        (sub_batch,) = planner.plan([item(size % 64 + 1)]).sub_batches
+        assert sub_batch.steps["default"].tokens == size % 64 + 1
+    assert planner.plan([large, small]) == first

@@ -26,7 +26,8 @@ from vllm_encoder_cg.known_costs import load_or_measure
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
-from vllm_encoder_cg.planner import Plan, Planner, SubBatch, without_graphs
+from vllm_encoder_cg.plan_runner import PlanRunner
+from vllm_encoder_cg.planner import Plan, Planner
 from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
 from vllm_encoder_cg.reporter import Reporter
 from vllm_encoder_cg.self_check import SelfCheck
@@ -80,6 +81,7 @@ class EncoderCudaGraphManager:
         self._stale = False
         """Whether the graphs were dropped because weights were replaced."""
         self._planner: Planner | None = None
+        self._runner: PlanRunner | None = None
         self.costs: CostModel | None = None
         """What the planner prices plans by; None: packed as the reference
         design packs.  The same table on every rank."""
@@ -218,6 +220,9 @@ class EncoderCudaGraphManager:
             if self._ranks.share_items:
                 self._gather.measure()
         self._make_planner()
+        self._runner = PlanRunner(
+            self.adapter, self._graphs, self._check, self._timer, self._make_planner
+        )
         self._capture_seconds = time.perf_counter() - begin
         self._timer.watch(self.model)
         self._reporter.start(
@@ -254,7 +259,7 @@ class EncoderCudaGraphManager:
     def clear(self) -> None:
         """Releases all graphs and their buffers; ``execute`` then returns None
         until the next ``capture``."""
-        self._planner = None
+        self._planner = self._runner = None
         self.costs = None
         self._rates = None
         self._graphs = GraphSet.empty(self.device)
@@ -306,7 +311,7 @@ class EncoderCudaGraphManager:
             none of which a later call changes; None where the runner is to call
             ``embed_multimodal`` itself.
         """
-        if self._planner is None:
+        if self._planner is None or self._runner is None:
             return None
         self._drop_stale_graphs(self._weights.glance())
         self._timer.begin_batch()
@@ -317,13 +322,13 @@ class EncoderCudaGraphManager:
             self._timer.expect_own_path()
             return None
         run = self._execute_share if self._ranks.share_items else self._execute
-        outputs = run(mm_kwargs, self._planner)
+        outputs = run(mm_kwargs, self._planner, self._runner)
         if outputs is None:
             self._timer.expect_own_path()
         return outputs
 
     def _execute(
-        self, mm_kwargs: dict[str, Any], planner: Planner
+        self, mm_kwargs: dict[str, Any], planner: Planner, runner: PlanRunner
     ) -> list[torch.Tensor] | None:
         """A batch on this rank, or in step with all ranks."""
         batch = None
@@ -336,7 +341,7 @@ class EncoderCudaGraphManager:
             plan = planner.plan(batch.specs)
             outputs = None
             if not _wholly_eager(plan):
-                outputs, plan = self._run_plan(batch, plan)
+                outputs, plan = runner.run(batch, plan)
         except Exception as error:
             self._ranks.fail_alike(error)
             self._count_failure(batch)
@@ -345,7 +350,7 @@ class EncoderCudaGraphManager:
         return outputs
 
     def _execute_share(
-        self, mm_kwargs: dict[str, Any], planner: Planner
+        self, mm_kwargs: dict[str, Any], planner: Planner, runner: PlanRunner
     ) -> list[torch.Tensor] | None:
         """This rank's items of a batch, and by exchange those of the others.
 
@@ -364,7 +369,7 @@ class EncoderCudaGraphManager:
             assignment = assign_items(specs, self._ranks.size, weights)
             items = assignment.items[self._ranks.rank]
             plan = place(planner.plan([specs[i] for i in items]), items)
-            outputs, plan = self._run_plan(batch, plan)
+            outputs, plan = runner.run(batch, plan)
             rows = self._gather.pack(outputs, specs, assignment)
         except Exception:
             self._count_failure(batch)
@@ -410,49 +415,6 @@ class EncoderCudaGraphManager:
                 self.observer(batch, plan, outputs)
         except Exception:
             logger.warning("Cannot count or show a batch", exc_info=True)
-
-    @torch.inference_mode()
-    def _run_plan(
-        self, batch: EncoderBatch, plan: Plan
-    ) -> tuple[list[torch.Tensor], Plan]:
-        """The embeddings of the plan's items, in the order of the batch, and the
-        plan as it was run."""
-        outputs: dict[int, torch.Tensor] = {}
-        run = []
-        for sub_batch in plan.sub_batches:
-            embeddings, sub_batch = self._run(batch, sub_batch)
-            outputs.update(zip(sub_batch.indices, embeddings, strict=True))
-            run.append(sub_batch)
-        return [outputs[index] for index in sorted(outputs)], Plan(tuple(run))
-
-    def _run(
-        self, batch: EncoderBatch, sub_batch: SubBatch
-    ) -> tuple[list[torch.Tensor], SubBatch]:
-        # A graph of the plan may have been dropped since.
-        sub_batch = without_graphs(
-            sub_batch, batch.specs, EagerReason.DROPPED_GRAPH, self._graphs.graphs
-        )
-        rows = {}
-        for path, step in sub_batch.steps.items():
-            with self._timer.step(by_graph=step.key is not None):
-                if step.key is None:
-                    rows[path] = self.adapter.eager(batch, sub_batch.indices, path)
-                else:
-                    rows[path] = self._graphs.replay(
-                        step.key, self.adapter, batch, sub_batch.indices
-                    )
-        embeddings = self.adapter.assemble(batch, sub_batch.indices, rows)
-        eager = self._check.on_use(self._graphs, batch, sub_batch, embeddings)
-        if eager is None:
-            return embeddings, sub_batch
-        self._make_planner()
-        # Those that are still there were right to be doubted, not shown to be wrong.
-        sub_batch = without_graphs(
-            sub_batch, batch.specs, EagerReason.DROPPED_GRAPH, self._graphs.graphs
-        )
-        return eager, without_graphs(
-            sub_batch, batch.specs, EagerReason.UNCHECKED_GRAPH
-        )
 
     # -- Statistics ------------------------------------------------------------
 

@@ -91,6 +91,9 @@ def without_graphs(
     return SubBatch(sub_batch.indices, steps, reasons | dict(sub_batch.eager_reasons))
 
 
+_KNOWN_PLANS = 512
+"""Plans that are kept."""
+
 _EMPTY = Plan(())
 
 _Tokens = dict[str, list[int]]
@@ -135,11 +138,26 @@ class Planner:
         usable = {k: c for k, c in capacities.items() if k not in dropped}
         self._tables = _make_tables(usable, self._paths, self._costs)
         self._dropped = _make_tables(dropped, self._paths, self._costs)
+        self._known: dict[tuple[int, ...], tuple[object, Plan]] = {}
 
     def plan(self, specs: Sequence[EncoderItemSpec]) -> Plan:
-        """A plan for a batch; empty for an empty batch."""
+        """A plan for a batch; empty for an empty batch.
+
+        Specs that are the same objects as those of an earlier batch give the plan
+        that was made then.
+        """
         if not specs:
             return _EMPTY
+        name = tuple(map(id, specs))
+        known = self._known.get(name)
+        if known is None:
+            if len(self._known) >= _KNOWN_PLANS:
+                self._known.clear()
+            # The specs are kept, so that no others get their ids.
+            known = self._known[name] = (tuple(specs), self._make(specs))
+        return known[1]
+
+    def _make(self, specs: Sequence[EncoderItemSpec]) -> Plan:
         tokens = {
             path: [spec.get_path_output_tokens(path) for spec in specs]
             for path in self._paths

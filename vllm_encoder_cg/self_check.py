@@ -242,6 +242,8 @@ class SelfCheck:
             None: nothing speaks against these embeddings; else what to hand out
             instead, and graphs that differ are dropped.
         """
+        if not self._unchecked:
+            return None
         keys = [step.key for step in sub_batch.steps.values() if step.key is not None]
         if self._unchecked.isdisjoint(keys):
             return None

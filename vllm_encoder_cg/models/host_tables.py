@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import torch
@@ -62,21 +62,61 @@ class HostTables:
         return table
 
 
+class DeviceTables:
+    """Tables that are already on the device, the latest few of every layout.
+
+    Batches of sizes that were seen before are usual where images come one by one;
+    what their table says need not be written and sent again.
+    """
+
+    def __init__(self, per_layout: int = 16) -> None:
+        self._per_layout = per_layout
+        self._known: dict[Hashable, dict[Hashable, torch.Tensor]] = {}
+
+    def fill(
+        self,
+        buffer: torch.Tensor,
+        layout: Hashable,
+        content: Hashable,
+        write: Callable[[], HostTable],
+    ) -> None:
+        """Launches the copy of a table into a captured buffer.
+
+        Args:
+            buffer: ``[length] int32``.
+            layout: of the table; all tables of a layout have one length.
+            content: what the table is written from.
+            write: called for a table that is not known.
+        """
+        known = self._known.setdefault(layout, {})
+        table = known.pop(content, None)
+        if table is None:
+            source = write()
+            with torch.inference_mode():
+                if len(known) < self._per_layout:
+                    table = torch.empty_like(buffer)
+                else:  # the one that was not used for longest
+                    table = known.pop(next(iter(known)))
+                source.copy_to(table)
+        known[content] = table
+        buffer.copy_(table)
+
+
 def copy_rows(
     source: torch.Tensor,
     offsets: Sequence[int],
     indices: Sequence[int],
     buffer: torch.Tensor,
+    cleared: int = _TILE_ROWS,
 ) -> int:
-    """Copies the row ranges of the chosen items next to each other.
-
-    Ranges that are neighbours in `source` are one copy, so a batch taken whole
-    and in order is a single one.
+    """Copies the row ranges of the chosen items next to each other, in one launch
+    where all is on one device.
 
     Args:
         source: ``[rows, ...]``.
         offsets: item i has the rows ``offsets[i] : offsets[i + 1]``.
         buffer: ``[capacity rows, ...]``, written from row 0.
+        cleared: rows to clear behind those that are written.
 
     Attention kernels read whole tiles of values, also beyond the last sequence,
     and multiply what does not belong to it by zero; so rows that may have been left
@@ -88,26 +128,49 @@ def copy_rows(
     Raises:
         ValueError: they are more than the buffer holds.
     """
-    written = 0
-    position, count = 0, len(indices)
-    while position < count:
-        first = last = indices[position]
-        while position + 1 < count and indices[position + 1] == last + 1:
-            position += 1
-            last += 1
-        position += 1
-        start, stop = offsets[first], offsets[last + 1]
-        end = written + stop - start
-        if end > buffer.shape[0]:
-            raise ValueError(
-                f"{end} rows do not fit a captured buffer of {buffer.shape[0]}"
-            )
-        rows = source if stop - start == source.shape[0] else source[start:stop]
-        buffer[written:end].copy_(rows, non_blocking=True)
-        written = end
-    if buffer.is_floating_point():
-        buffer[written : written + _TILE_ROWS].zero_()
+    ranges = _row_ranges(offsets, indices)
+    written = sum([stop - start for start, stop in ranges])
+    capacity = buffer.shape[0]
+    if written > capacity:
+        raise ValueError(f"{written} rows do not fit a captured buffer of {capacity}")
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        rows = source if written == source.shape[0] else source[start:stop]
+        buffer[:written].copy_(rows, non_blocking=True)
+    elif source.device == buffer.device:
+        parts = [source[start:stop] for start, stop in ranges]
+        if source.dtype != buffer.dtype:
+            buffer[:written].copy_(torch.cat(parts))
+        elif parts:
+            torch.cat(parts, out=buffer[:written])
+    else:
+        end = 0
+        for start, stop in ranges:
+            begin, end = end, end + stop - start
+            buffer[begin:end].copy_(source[start:stop], non_blocking=True)
+    if written < capacity and buffer.is_floating_point():
+        buffer[written : written + cleared].zero_()
     return written
+
+
+def _row_ranges(
+    offsets: Sequence[int], indices: Sequence[int]
+) -> list[tuple[int, int]]:
+    """First row and end of each run of neighbours among `indices`."""
+    if not len(indices):
+        return []
+    first, last = indices[0], indices[-1]
+    if list(indices) == list(range(first, last + 1)):
+        return [(offsets[first], offsets[last + 1])]
+    ranges = []
+    since = before = first
+    for index in indices[1:]:
+        if index != before + 1:
+            ranges.append((offsets[since], offsets[before + 1]))
+            since = index
+        before = index
+    ranges.append((offsets[since], offsets[before + 1]))
+    return ranges
 
 
 def select_rows(
@@ -115,8 +178,10 @@ def select_rows(
 ) -> torch.Tensor:
     """The row ranges of the chosen items as one tensor; `source` itself where
     that is all of it in order."""
-    if list(indices) == list(range(len(offsets) - 1)):
-        return source
-    if not len(indices):
+    ranges = _row_ranges(offsets, indices)
+    if not ranges:
         return source[:0]
-    return torch.cat([source[offsets[i] : offsets[i + 1]] for i in indices])
+    parts = [source[start:stop] for start, stop in ranges]
+    if len(parts) > 1:
+        return torch.cat(parts)
+    return source if len(parts[0]) == len(source) else parts[0]

@@ -31,7 +31,13 @@ from vllm_encoder_cg.models.attention_tables import (
     make_sequence_table,
 )
 from vllm_encoder_cg.models.fused.fusable import FusableAdapter
-from vllm_encoder_cg.models.host_tables import HostTables, copy_rows, select_rows
+from vllm_encoder_cg.models.host_tables import (
+    DeviceTables,
+    HostTable,
+    HostTables,
+    copy_rows,
+    select_rows,
+)
 from vllm_encoder_cg.models.packed_batch import PackedArguments, PackedItems
 from vllm_encoder_cg.models.packed_geometry import PackedGeometry
 from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
@@ -48,6 +54,8 @@ from vllm_encoder_cg.models.refusals import (
 
 _KNOWN_GRIDS = 4096
 """Grids whose specs are kept."""
+_KNOWN_TABLE_GRIDS = 4
+"""Tables of so few items are kept: those of larger batches hardly come again."""
 _MIN_FRAME_TOKENS = 16
 """Frames of fewer tokens are rare: the most frames of a video are those that fit
 the largest budget at this size."""
@@ -75,6 +83,7 @@ class PackedTowerAdapter(FusableAdapter):
         self.tower: Any = getattr(model, self.tower_attribute, None)
         self._layouts: dict[GraphKey, PackedLayout] = {}
         self._host_tables = HostTables()
+        self._device_tables = DeviceTables()
         self._known_specs: dict[tuple[str, Grid], EncoderItemSpec] = {}
         self._row_index: torch.Tensor | None = None
 
@@ -134,8 +143,9 @@ class PackedTowerAdapter(FusableAdapter):
 
     def read_grids(self, value: Any) -> list[Grid]:
         """Grids as Python integers.  vLLM keeps them on the host."""
-        rows = value.tolist() if isinstance(value, torch.Tensor) else value
-        return [(int(t), int(h), int(w)) for t, h, w in rows]
+        if isinstance(value, torch.Tensor):
+            return list(map(tuple, value.tolist()))
+        return [(int(t), int(h), int(w)) for t, h, w in value]
 
     def make_grids(self, grids: Sequence[Grid]) -> torch.Tensor:
         """The reverse: grids as vLLM's processor gives them."""
@@ -322,9 +332,18 @@ class PackedTowerAdapter(FusableAdapter):
         items: PackedItems = batch.payload
         copy_rows(items.pixels, items.row_offsets, indices, buffers["pixels"])
         layout = self.layout(shape)
+        grids = tuple([items.grids[i] for i in indices])
+        if len(grids) <= _KNOWN_TABLE_GRIDS:
+            self._device_tables.fill(
+                buffers["tables"], layout, grids, lambda: self._write(layout, grids)
+            )
+        else:
+            self._write(layout, grids).copy_to(buffers["tables"])
+
+    def _write(self, layout: PackedLayout, grids: Sequence[Grid]) -> HostTable:
         table = self._host_tables.take(layout.length)
-        layout.write([items.grids[i] for i in indices], table.array)
-        table.copy_to(buffers["tables"])
+        layout.write(grids, table.array)
+        return table
 
     def forward(
         self, buffers: dict[str, torch.Tensor], shape: GraphShape

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,8 @@ Grid = tuple[int, int]
 """(columns, rows) of tiles that an image is cut into; (1, 1): not cut."""
 
 _CHANNELS = 3
+_KNOWN_ITEMS = 4096
+"""Items whose specs are kept."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,9 @@ class TiledTowerAdapter(EncoderAdapter):
         super().__init__(model, vllm_config)
         self.tower: Any = getattr(model, self.tower_attribute, None)
         self._kinds: dict[str, TileKind] | None = None
+        self._known_specs: dict[
+            tuple[tuple[int, ...], Grid | None], EncoderItemSpec
+        ] = {}
 
     # -- What differs between towers ----------------------------------------
 
@@ -224,13 +229,19 @@ class TiledTowerAdapter(EncoderAdapter):
         if not all(items.tiles[path].match(kind) for path, kind in self.kinds.items()):
             return None
         counts = zip(*(items.tiles[path].counts for path in self.kinds), strict=True)
-        specs = [
-            self._item_spec(of_item, items.grids[i] if items.grids else None)
-            for i, of_item in enumerate(counts)
-        ]
+        grids = items.grids or repeat(None)
+        specs = [self._item_spec(*item) for item in zip(counts, grids, strict=False)]
         return EncoderBatch(modality, specs, mm_kwargs, items)
 
-    def _item_spec(self, counts: Sequence[int], grid: Grid | None) -> EncoderItemSpec:
+    def _item_spec(self, counts: tuple[int, ...], grid: Grid | None) -> EncoderItemSpec:
+        spec = self._known_specs.get((counts, grid))
+        if spec is None:
+            if len(self._known_specs) >= _KNOWN_ITEMS:
+                self._known_specs.clear()
+            spec = self._known_specs[counts, grid] = self._make_spec(counts, grid)
+        return spec
+
+    def _make_spec(self, counts: Sequence[int], grid: Grid | None) -> EncoderItemSpec:
         patches = 0
         tokens = {}
         for (path, kind), count in zip(self.kinds.items(), counts, strict=True):
@@ -251,8 +262,7 @@ class TiledTowerAdapter(EncoderAdapter):
     ) -> None:
         tiles: Tiles = batch.payload.tiles[shape.key.path]
         buffer = buffers[self.kinds[shape.key.path].buffer]
-        written = copy_rows(tiles.pixels, tiles.offsets, indices, buffer)
-        buffer[written:].zero_()
+        copy_rows(tiles.pixels, tiles.offsets, indices, buffer, len(buffer))
 
     def forward(
         self, buffers: dict[str, torch.Tensor], shape: GraphShape
