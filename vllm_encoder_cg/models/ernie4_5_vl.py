@@ -48,6 +48,16 @@ class PairedLayout(PackedLayout):
             frame += t
         starts[frame:] = tokens
 
+    def token_starts(self, tables: torch.Tensor) -> torch.Tensor:
+        return tables[self._starts : self._partners]
+
+    def mark_sequences(
+        self, row_marks: torch.Tensor, tables: torch.Tensor
+    ) -> torch.Tensor:
+        marks = super().mark_sequences(row_marks, tables)
+        has_partner = tables[self._partners : self.length] > 0
+        return marks + torch.where(has_partner, marks.roll(-1), 0.0)
+
     def pair_units(
         self, tables: torch.Tensor, index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.models.fused.fusable import FusableAdapter
 from vllm_encoder_cg.models.fused.internvl import FusedInternEncoder
 from vllm_encoder_cg.models.one_path_tower import OnePathAdapter
@@ -47,10 +46,7 @@ class InternVLAdapter(FusableAdapter, OnePathAdapter):
     def encode(self, pixels: torch.Tensor, path: str) -> torch.Tensor:
         return self._encode(pixels, self.tower.encoder)
 
-    def forward(
-        self, buffers: dict[str, torch.Tensor], shape: GraphShape
-    ) -> torch.Tensor:
-        pixels = buffers[self.kinds[shape.key.path].buffer]
+    def captured_encode(self, pixels: torch.Tensor, path: str) -> torch.Tensor:
         encoder = self.captured_tower if self.fused else self.tower.encoder
         return self._encode(pixels, encoder)
 

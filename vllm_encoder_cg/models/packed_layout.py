@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from vllm_encoder_cg.models.attention_tables import SequenceTable
+from vllm_encoder_cg.models.finite_pixels import spoil_tokens, spread_over_sequences
 
 Grid = tuple[int, int, int]
 """(frames, height, width) of one item, in patches."""
@@ -66,6 +67,35 @@ class PackedLayout:
     def row_starts(self, tables: torch.Tensor) -> torch.Tensor:
         """``[sequences + 1]``: first row of each sequence, then the row total."""
         return self.table.row_starts(self.sequence_table(tables))
+
+    def token_starts(self, tables: torch.Tensor) -> torch.Tensor:
+        """``[sequences + 1]``: first token of each sequence, then the total."""
+        return self.row_starts(tables) // self.merge_size**2
+
+    def mark_sequences(
+        self, row_marks: torch.Tensor, tables: torch.Tensor
+    ) -> torch.Tensor:
+        """``[sequences]``: NaN for those whose tokens depend on a marked row, else 0.
+
+        Args:
+            row_marks: ``[rows]``, of ``split_finite``.
+        """
+        return spread_over_sequences(row_marks, self.row_starts(tables))
+
+    def spoil_tokens(
+        self,
+        tokens: torch.Tensor,
+        row_marks: torch.Tensor,
+        tables: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
+        """``[tokens, hidden]``: NaN in the images and frames that have a marked row.
+
+        Args:
+            index: ``[tokens] int32``: 0, 1, 2, ...
+        """
+        marks = self.mark_sequences(row_marks, tables)
+        return spoil_tokens(tokens, marks, self.token_starts(tables), index)
 
     def heights(self, tables: torch.Tensor) -> torch.Tensor:
         """``[sequences]``, in patches."""

@@ -30,6 +30,7 @@ from vllm_encoder_cg.models.attention_tables import (
     launch_bounds,
     make_sequence_table,
 )
+from vllm_encoder_cg.models.finite_pixels import split_finite
 from vllm_encoder_cg.models.fused.fusable import FusableAdapter
 from vllm_encoder_cg.models.host_tables import (
     DeviceTables,
@@ -350,6 +351,9 @@ class PackedTowerAdapter(FusableAdapter):
     ) -> torch.Tensor:
         layout = self.layout(shape)
         pixels, tables = buffers["pixels"], buffers["tables"]
+        marks = None
+        if pixels.is_floating_point():
+            pixels, marks = split_finite(pixels)
         geometry = PackedGeometry(
             layout.row_starts(tables),
             layout.heights(tables),
@@ -358,9 +362,12 @@ class PackedTowerAdapter(FusableAdapter):
             self.row_merge_size,
         )
         attention = layout.table.arguments(layout.sequence_table(tables))
-        return self.tower_forward(
+        tokens = self.tower_forward(
             PackedArguments(pixels, geometry, attention, layout, tables)
         )
+        if marks is None:
+            return tokens
+        return layout.spoil_tokens(tokens, marks, tables, self.row_index(len(tokens)))
 
     def eager(
         self, batch: EncoderBatch, indices: Sequence[int], path: str = DEFAULT_PATH

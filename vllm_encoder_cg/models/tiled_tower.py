@@ -28,6 +28,7 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
+from vllm_encoder_cg.models.finite_pixels import split_finite
 from vllm_encoder_cg.models.host_tables import copy_rows, select_rows
 from vllm_encoder_cg.models.refusals import tower_refusal
 
@@ -126,6 +127,10 @@ class TiledTowerAdapter(EncoderAdapter):
         Captured, so it must not read the device from the host; where encoders
         are data parallel, it must not communicate.
         """
+
+    def captured_encode(self, pixels: torch.Tensor, path: str) -> torch.Tensor:
+        """What graphs run for ``encode``, of the same result."""
+        return self.encode(pixels, path)
 
     @abstractmethod
     def random_images(
@@ -268,7 +273,9 @@ class TiledTowerAdapter(EncoderAdapter):
         self, buffers: dict[str, torch.Tensor], shape: GraphShape
     ) -> torch.Tensor:
         path = shape.key.path
-        return self.encode(buffers[self.kinds[path].buffer], path)
+        pixels, marks = split_finite(buffers[self.kinds[path].buffer])
+        rows = self.captured_encode(pixels, path).unflatten(0, (len(marks), -1))
+        return (rows + marks.to(rows.dtype)[:, None, None]).flatten(0, 1)
 
     def eager(
         self, batch: EncoderBatch, indices: Sequence[int], path: str = DEFAULT_PATH
