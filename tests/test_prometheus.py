@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.prometheus import (
     METRICS,
     EncoderMetricsCollector,
+    Metric,
     MetricsFiles,
     open_metrics_files,
     samples,
@@ -111,8 +113,6 @@ def test_every_reason_is_there_from_the_start(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=20))
 def test_counts_follow_each_other(steps: list[int]) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = MetricsFiles(folder, "toy", 0)
@@ -162,6 +162,29 @@ def test_vllm_s_multiprocess_registry_reads_the_same(tmp_path: Path) -> None:
     MultiProcessCollector(registry, str(tmp_path))
     assert expose(registry) == read(tmp_path)
     assert registry.get_sample_value("vllm:requests_total", {"engine": "0"}) == 1
+
+
+# -- In the documentation -----------------------------------------------------------
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_each_metric_is_documented_as_it_is(metric: Metric) -> None:
+    exposed = f"{metric.name}_total" if metric.kind == "counter" else metric.name
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    cells = [f"`{exposed}`", metric.kind, labels, metric.help]
+    assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in DOCUMENT
+
+
+@pytest.mark.parametrize("reason", EagerReason)
+def test_each_reason_is_documented(reason: EagerReason) -> None:
+    assert f"| `{reason.value}` | " in DOCUMENT
+
+
+def test_each_statistic_is_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in make_toy_manager(monkeypatch).get_cumulative_stats():
+        assert f"`{key}`" in DOCUMENT, key
 
 
 # -- In workers ---------------------------------------------------------------------

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -239,6 +241,18 @@ def test_traces_of_two_models_do_not_mix(tmp_path: Path) -> None:
         files.append(writer.path)
     with pytest.raises(TraceError, match=r"InternVL.*Qwen3VL.*one model at a time"):
         read_trace(files)
+
+
+def test_the_documented_lines_are_a_trace(tmp_path: Path) -> None:
+    document = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    lines = re.findall(r'^\{"modality".*$', document, re.MULTILINE)
+    path = write(
+        tmp_path, [("image", [item({"global": 1, "local": 2})])], "global", "local"
+    )
+    path.write_text("\n".join([path.read_text().splitlines()[0], *lines, ""]))
+    assert len(read_trace(path).batches) == len(lines) == 2
+    for field in dataclasses.fields(TraceHeader):
+        assert f"`{field.name}`" in document
 
 
 # -- Writing ----------------------------------------------------------------------
