@@ -438,7 +438,7 @@ class EncoderCudaGraphManager:
 
 
 def _wholly_eager(plan: Plan) -> bool:
-    return all(
+    return bool(plan.sub_batches) and all(
         step.key is None
         for sub_batch in plan.sub_batches
         for step in sub_batch.steps.values()

@@ -6,6 +6,7 @@ Pure functions of integers: the same specs give the same plan everywhere.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -92,7 +93,7 @@ def without_graphs(
 
 
 _KNOWN_PLANS = 512
-"""Plans that are kept."""
+"""Plans that are kept, of the batches seen last."""
 
 _EMPTY = Plan(())
 
@@ -138,7 +139,7 @@ class Planner:
         usable = {k: c for k, c in capacities.items() if k not in dropped}
         self._tables = _make_tables(usable, self._paths, self._costs)
         self._dropped = _make_tables(dropped, self._paths, self._costs)
-        self._known: dict[tuple[int, ...], tuple[object, Plan]] = {}
+        self._known: OrderedDict[tuple[int, ...], tuple[object, Plan]] = OrderedDict()
 
     def plan(self, specs: Sequence[EncoderItemSpec]) -> Plan:
         """A plan for a batch; empty for an empty batch.
@@ -150,9 +151,11 @@ class Planner:
             return _EMPTY
         name = tuple(map(id, specs))
         known = self._known.get(name)
-        if known is None:
+        if known is not None:
+            self._known.move_to_end(name)
+        else:
             if len(self._known) >= _KNOWN_PLANS:
-                self._known.clear()
+                self._known.popitem(last=False)
             # The specs are kept, so that no others get their ids.
             known = self._known[name] = (tuple(specs), self._make(specs))
         return known[1]

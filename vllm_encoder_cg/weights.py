@@ -41,7 +41,10 @@ class _Place:
         found = self.names.get(self.key)
         if self.module is not None:
             return self.module() is not found
-        return found is None or found.data_ptr() != self.address
+        try:
+            return found is None or found.data_ptr() != self.address
+        except (AttributeError, RuntimeError):  # another kind of thing altogether
+            return True
 
 
 class WeightWatch:
@@ -86,7 +89,7 @@ def _first_changed(places: Iterator[_Place]) -> str | None:
 
 def _language_model(model: torch.nn.Module) -> Any:
     try:
-        return model.get_language_model()  # type: ignore[operator]
+        return model.get_language_model()
     except Exception:  # not every model can tell, or has one
         return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -85,7 +85,7 @@ class PackedTowerAdapter(FusableAdapter):
         self._layouts: dict[GraphKey, PackedLayout] = {}
         self._host_tables = HostTables()
         self._device_tables = DeviceTables()
-        self._known_specs: dict[tuple[str, Grid], EncoderItemSpec] = {}
+        self._known_spec = lru_cache(_KNOWN_GRIDS)(self._make_spec)
         self._row_index: torch.Tensor | None = None
 
     # -- What differs between towers ----------------------------------------
@@ -299,17 +299,15 @@ class PackedTowerAdapter(FusableAdapter):
         given = mm_kwargs[self.grid_keys[modality]]
         if isinstance(given, torch.Tensor) and given.is_floating_point():
             return None
-        grids = self.read_grids(given)
+        try:
+            grids = self.read_grids(given)
+        except (TypeError, ValueError):  # not rows of so many integers
+            return None
         specs = []
         for grid in grids:
-            spec = self._known_specs.get((modality, grid))
+            spec = self._known_spec(modality, grid)
             if spec is None:
-                if not self.accepts(modality, grid):
-                    return None
-                if len(self._known_specs) >= _KNOWN_GRIDS:
-                    self._known_specs.clear()
-                spec = self.item_spec(*grid)
-                self._known_specs[modality, grid] = spec
+                return None
             specs.append(spec)
         offsets = list(accumulate((spec.input_size for spec in specs), initial=0))
         row_shape, dtype = self._row_type
@@ -322,6 +320,9 @@ class PackedTowerAdapter(FusableAdapter):
         return EncoderBatch(
             modality, specs, mm_kwargs, PackedItems(pixels, grids, offsets)
         )
+
+    def _make_spec(self, modality: str, grid: Grid) -> EncoderItemSpec | None:
+        return self.item_spec(*grid) if self.accepts(modality, grid) else None
 
     def fill(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, repeat
 from typing import Any, ClassVar
 
@@ -101,9 +102,7 @@ class TiledTowerAdapter(EncoderAdapter):
         super().__init__(model, vllm_config)
         self.tower: Any = getattr(model, self.tower_attribute, None)
         self._kinds: dict[str, TileKind] | None = None
-        self._known_specs: dict[
-            tuple[tuple[int, ...], Grid | None], EncoderItemSpec
-        ] = {}
+        self._item_spec = lru_cache(_KNOWN_ITEMS)(self._make_spec)
 
     # -- What differs between towers ----------------------------------------
 
@@ -237,14 +236,6 @@ class TiledTowerAdapter(EncoderAdapter):
         grids = items.grids or repeat(None)
         specs = [self._item_spec(*item) for item in zip(counts, grids, strict=False)]
         return EncoderBatch(modality, specs, mm_kwargs, items)
-
-    def _item_spec(self, counts: tuple[int, ...], grid: Grid | None) -> EncoderItemSpec:
-        spec = self._known_specs.get((counts, grid))
-        if spec is None:
-            if len(self._known_specs) >= _KNOWN_ITEMS:
-                self._known_specs.clear()
-            spec = self._known_specs[counts, grid] = self._make_spec(counts, grid)
-        return spec
 
     def _make_spec(self, counts: Sequence[int], grid: Grid | None) -> EncoderItemSpec:
         patches = 0
