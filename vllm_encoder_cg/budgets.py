@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_encoder_cg.costs import TokenCosts
 from vllm_encoder_cg.definitions import (
     BatchLimits,
     EncoderCudaGraphPathConfig,
@@ -22,10 +23,12 @@ from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 # Above this many tokens an encoder keeps a GPU busy whether it is launched as a
 # graph or not, and a batch can be split at little cost: gaps there may be wider.
 _DENSE_TOKENS = 4096
-_SPARSE_WEIGHT = 1 / 3
+_SPARSE_WEIGHT = 1 / 4
 
-# Closer budgets would save less than what a replay's fixed cost hides.
+# Closer budgets would save less time than differs from one measurement to the next.
 _MIN_GROWTH = 1.06
+
+_FIXED_TOKENS = TokenCosts().per_replay
 
 _BUDGETS_FIELD = "encoder_cudagraph_token_budgets"
 _ITEMS_FIELD = "encoder_cudagraph_max_vision_items_per_batch"
@@ -78,16 +81,21 @@ def fine_levels(
 ) -> tuple[int, ...]:
     """The power-of-two levels with more between them, ascending.
 
-    Each gap between two power-of-two levels is divided into parts of equal
-    ratio.  The widest ratio is divided further, one part at a time, until every
-    budget is at most 1.06 times the one before, or there are `max_graphs`.
-    Ratios above 4096 tokens count a third.
+    Levels are spaced by time, not by tokens: a replay of n tokens takes about as
+    long as n + 128 do (half a tile, where there are tiles), because of what every
+    replay takes.  Each gap between two power-of-two levels is divided into parts of
+    equal growth of that time.  The gap of the widest parts is divided further, one
+    part at a time, until every budget takes at most 1.06 times as long as the one
+    before, or there are `max_graphs`.  Above 4096 tokens growth counts a quarter.
+
+    Levels are then rounded to what the matrix products round up to anyway, whose
+    tiles are 64 or 128 rows high, four rows being a token in most encoders: to
+    multiples of 16 tokens, of 32 from 1024 tokens on, and of 64 from 2048 on.
 
     Args:
         granularity: tokens of one tile, for encoders that work in whole tiles.
             Budgets are multiples of it (power-of-two levels are rounded up to
-            one), except `max_budget`, which is always there as it is.  At 1,
-            budgets are kept a few tokens apart: steps of 8 from 64 tokens on.
+            one), except `max_budget`, which is always there as it is.
         max_graphs: most levels, unless the power-of-two levels are more; then
             the result is those.
 
@@ -105,31 +113,43 @@ def fine_levels(
             for level in power_of_two_levels(min_budget, max_budget)
         }
     )
-    step = granularity if granularity > 1 else max(1, min(8, min_budget // 8))
+    fixed = _FIXED_TOKENS if granularity == 1 else granularity / 2
     gaps = list(itertools.pairwise(anchors))
     parts = [1] * len(gaps)
 
-    def ratio(i: int) -> float:
+    def growth(i: int) -> float:
         """Weighted logarithm of the growth in gap `i`; 0 if it is at its finest."""
         low, high = gaps[i]
-        if parts[i] * step >= high - low:
+        if parts[i] * _step(low, granularity) >= high - low:
             return 0.0
         weight = 1.0 if low < _DENSE_TOKENS else _SPARSE_WEIGHT
-        return weight * math.log(high / low) / parts[i]
+        return weight * math.log((high + fixed) / (low + fixed)) / parts[i]
 
     for _ in range(max_graphs - len(anchors)):
-        widest = max(range(len(gaps)), key=ratio, default=None)
-        if widest is None or ratio(widest) <= math.log(_MIN_GROWTH):
+        widest = max(range(len(gaps)), key=growth, default=None)
+        if widest is None or growth(widest) <= math.log(_MIN_GROWTH):
             break
         parts[widest] += 1
 
     levels = set(anchors)
     for (low, high), count in zip(gaps, parts, strict=True):
         for part in range(1, count):
-            level = _round_up(round(low * (high / low) ** (part / count)), step)
-            if level < high:
-                levels.add(level)
+            ratio = (high + fixed) / (low + fixed)
+            level = (low + fixed) * ratio ** (part / count) - fixed
+            step = _step(int(level), granularity)
+            rounded = round(level / step) * step
+            if low < rounded < high:
+                levels.add(rounded)
     return tuple(sorted(levels))
+
+
+def _step(level: int, granularity: int) -> int:
+    """What levels near `level` are multiples of."""
+    if granularity > 1:
+        return granularity
+    # Below the usual smallest budget a quarter, so that small ladders are fine too.
+    most = level // 4 if level <= 64 else max(16, level // 32)
+    return min(64, 1 << max(0, most.bit_length() - 1))
 
 
 def resolve_budgets(
