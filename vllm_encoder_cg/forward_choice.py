@@ -128,10 +128,28 @@ def _compare(
         )
     if not ranks.all(not mismatches):
         return {}
-    return {
-        key: _ratio(fused_set.graphs[key].graph.replay, plain.graphs[key].graph.replay)
-        for key in keys
-    }
+    ratios = {}
+    for key in keys:
+        for each in (plain, fused_set):
+            _fill_with_sample(each, key, adapter)
+        fused_graph, plain_graph = fused_set.graphs[key], plain.graphs[key]
+        ratios[key] = _ratio(fused_graph.graph.replay, plain_graph.graph.replay)
+    return ratios
+
+
+def _fill_with_sample(graphs: GraphSet, key: GraphKey, adapter: EncoderAdapter) -> None:
+    """Makes a graph ready for a replay of its own.
+
+    Graphs of a path share their buffers: what another one was filled with is no
+    valid table for this one, and attention reads wherever a table points.
+    """
+    shape = graphs.shapes[key]
+    mm_kwargs = adapter.cost_sample(shape)
+    batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
+    # The check before this one found samples for every graph.
+    assert batch is not None
+    indices = range(len(batch.specs))
+    adapter.fill(batch, indices, graphs.graphs[key].input_buffers, shape)
 
 
 def _ratio(first: Callable[[], None], second: Callable[[], None]) -> float:
