@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fused import fused
 from tests.support.host_reads import NoHostAccess
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.buffers import BufferArena
@@ -142,6 +144,18 @@ def test_equals_eager(tower: Tower, case: Case, verifier: Verifier) -> None:
 
 
 @every_tower
+def test_fused_forward_equals_eager(tower: Tower, verifier: Verifier) -> None:
+    batches = [images((96, 160), (64, 64), (224, 32)), images((256, 256))]
+    if "video" in tower.modalities:
+        batches.append(videos((4, 64, 96), (2, 128, 64)))
+    with fused(verifier.manager.adapter):
+        result = verifier.run(Case("fused", tuple(batches), poison=True))
+    assert result.problems == []
+    assert result.error < TOLERANCE
+    assert result.hits > 0 and result.eager == 0
+
+
+@every_tower
 def test_above_every_budget_is_eager_and_its_neighbours_are_not(
     tower: Tower, verifier: Verifier
 ) -> None:
@@ -215,11 +229,12 @@ def test_forward_reads_nothing_on_the_host(
     key = GraphKey(DEFAULT_PATH, 64)
     shape = GraphShape(key, adapter.capacity(key, BatchLimits(8, 8)))
     buffers = adapter.capture_buffers(shape, BufferArena(torch.device("cpu")))
-    with torch.inference_mode():
-        adapter.forward(buffers, shape)
-        with NoHostAccess():
-            output = adapter.forward(buffers, shape)
-    assert output.shape == (64, adapter.out_hidden_size)
+    for forward in (contextlib.nullcontext(), fused(adapter)):
+        with torch.inference_mode(), forward:
+            adapter.forward(buffers, shape)
+            with NoHostAccess():
+                output = adapter.forward(buffers, shape)
+        assert output.shape == (64, adapter.out_hidden_size)
 
 
 @every_tower

@@ -42,7 +42,7 @@ class Attend(ABC):
     Args:
         layer: an ``MMEncoderAttention``; all of the tower are alike.
         starts: ``[sequences + 1] int32`` on the device: where sequences begin.
-        max_seqlen: rows of the longest.
+        max_seqlen: rows of the longest; a tensor is one on the host.
         keep_finite: whether rows behind the last sequence must be finite in the
             output too, because something looks at all rows together.
     """
@@ -56,7 +56,12 @@ class Attend(ABC):
     """Whether FlashAttention 3 schedules once for all layers."""
 
     def __init__(
-        self, layer: Any, starts: torch.Tensor, max_seqlen: int, *, keep_finite: bool
+        self,
+        layer: Any,
+        starts: torch.Tensor,
+        max_seqlen: int | torch.Tensor,
+        *,
+        keep_finite: bool,
     ) -> None:
         self.starts = starts
         self.reads_packed = layer.attn_backend.name != "FLASHINFER"
@@ -70,7 +75,7 @@ class Attend(ABC):
             and not getattr(layer, "fp8_enabled", False)
             and kernels.is_available(starts.device)
         ):
-            self._flash = self._flash_arguments(layer, max_seqlen)
+            self._flash = self._flash_arguments(layer, int(max_seqlen))
         self._make_output = torch.zeros if keep_finite else torch.empty
 
     def _flash_arguments(self, layer: Any, max_seqlen: int) -> dict[str, Any]:
@@ -140,7 +145,7 @@ class SequenceAttention(Attend):
         super().__init__(
             layer,
             arguments.cu_seqlens,
-            int(arguments.max_seqlen),
+            arguments.max_seqlen,
             keep_finite=keep_finite,
         )
         self._arguments = arguments

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused forwards equal vLLM's, and are used only where they are known to fit and
+measured to be faster.
+
+The other packed towers are compared in ``test_packed_towers.py``, the kernels in
+``test_kernels.py``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.encoders import Encoders, cases
+from tests.support.fused import counted_calls, fused
+from tests.support.toy_adapter import ToyAdapter
+from vllm_encoder_cg import forward_choice
+from vllm_encoder_cg.adapter import GraphShape
+from vllm_encoder_cg.buffers import BufferArena
+from vllm_encoder_cg.definitions import BatchLimits, GraphCapacity, GraphKey
+from vllm_encoder_cg.forward_choice import choose_forward
+from vllm_encoder_cg.models.fused.internvl import FusedInternEncoder
+from vllm_encoder_cg.models.fused.modules import FusionRefusedError
+from vllm_encoder_cg.models.fused.qwen3_vl import FusedQwen3Vision
+from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
+from vllm_encoder_cg.samples.encoder_inputs import image_batch
+from vllm_encoder_cg.self_check import relative_norm
+from vllm_encoder_cg.verification import Verifier
+from vllm_encoder_cg.verification_cases import Case
+
+QWEN3, INTERNVL = "Qwen3VLForConditionalGeneration", "InternVLChatModel"
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def qwen3(encoders: Encoders) -> Verifier:
+    return encoders.get(QWEN3)
+
+
+@pytest.fixture
+def tower(qwen3: Verifier) -> Any:
+    return qwen3.manager.adapter.tower  # type: ignore[attr-defined]
+
+
+def error_of_forward(verifier: Verifier) -> float:
+    """Of the fused forward in the smallest graph, against eager; without replaying
+    graphs, which do not survive that a module is replaced."""
+    manager = verifier.manager
+    shape = min(manager._shapes, key=lambda shape: shape.key.token_budget)
+    buffers = manager.adapter.capture_buffers(shape, BufferArena(manager.device))
+    batch = manager.adapter.parse(manager.adapter.sample(shape, seed=0) or {})
+    assert batch is not None
+    with torch.inference_mode():
+        expected = manager.adapter.eager(batch, range(len(batch.specs)))
+        with fused(manager.adapter):
+            result = manager.adapter.forward(buffers, shape)
+    return relative_norm(result[: len(expected)], expected)
+
+
+@pytest.mark.parametrize("architecture", [QWEN3, INTERNVL])
+@pytest.mark.parametrize("case", cases(("image", "video")), ids=lambda case: case.name)
+def test_equals_eager(architecture: str, case: Case, encoders: Encoders) -> None:
+    verifier = encoders.get(architecture)
+    with fused(verifier.manager.adapter):
+        result = verifier.run(case)
+    assert result.problems == []
+    assert result.error < TOLERANCE
+    assert result.hits > 0 and result.eager == 0
+
+
+def test_a_fused_graph_runs_none_of_vllms_blocks(qwen3: Verifier, tower: Any) -> None:
+    manager = qwen3.manager
+    mm_kwargs = image_batch(manager.adapter, [(128, 64), (96, 128)], seed=5)
+    with fused(manager.adapter), counted_calls(tower.blocks[0].attn) as calls:
+        manager.execute(mm_kwargs)
+    assert not calls
+    with counted_calls(tower.blocks[0].attn) as calls:
+        manager.execute(mm_kwargs)
+    assert calls
+
+
+def test_linears_that_are_wrapped_keep_their_own_forward(
+    qwen3: Verifier, tower: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LoRA wraps them."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> Any:
+            output = self.inner(x)
+            if isinstance(output, tuple):
+                return 1.5 * output[0], output[1]
+            return 1.5 * output
+
+    block = tower.blocks[0]
+    for module, name in (
+        (block.attn, "qkv"),
+        (block.attn, "proj"),
+        (block.mlp, "linear_fc1"),
+    ):
+        monkeypatch.setitem(module._modules, name, Wrapped(getattr(module, name)))
+    monkeypatch.setattr(qwen3.manager.adapter, "_fused", FusedQwen3Vision(tower))
+    assert error_of_forward(qwen3) < TOLERANCE
+
+
+def test_a_norm_that_is_not_known_is_called(
+    qwen3: Verifier, tower: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doubled(torch.nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    norm = Doubled(tower.hidden_size)
+    monkeypatch.setitem(tower.blocks[0]._modules, "norm2", norm)
+    monkeypatch.setattr(qwen3.manager.adapter, "_fused", FusedQwen3Vision(tower))
+    assert error_of_forward(qwen3) < TOLERANCE
+
+
+def test_modules_that_are_not_known_are_refused_by_name(
+    tower: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = tower.blocks[0]
+    changed = type("ChangedBlock", (type(block),), {})
+    with monkeypatch.context() as patch:
+        patch.setattr(block, "__class__", changed)
+        with pytest.raises(FusionRefusedError, match="a ChangedBlock where a Qwen3_Vi"):
+            FusedQwen3Vision(tower)
+    with counted_calls(block.attn), pytest.raises(FusionRefusedError, match="hooks"):
+        FusedQwen3Vision(tower)
+    with pytest.raises(FusionRefusedError, match="InternVisionModel is known"):
+        FusedInternEncoder(tower)
+    assert FusedQwen3Vision(tower)
+
+
+# -- The choice ---------------------------------------------------------------------
+
+
+def shapes(*budgets: int) -> list[GraphShape]:
+    return [
+        GraphShape(GraphKey("default", budget), GraphCapacity(budget, 4))
+        for budget in budgets
+    ]
+
+
+def choose(adapter: Any, setting: str, device: str = "cuda") -> bool:
+    choose_forward(
+        adapter,
+        shapes(16384, 4096, 1024, 256, 64),
+        BatchLimits(4, 4),
+        torch.device(device),
+        EncoderRanks(EncoderMode.SINGLE),
+        setting,
+    )
+    return adapter.fused
+
+
+def fusable(reason: str | None = None) -> Any:
+    return SimpleNamespace(fused=True, fusion_refusal=lambda: reason)
+
+
+def test_off_and_a_refusal_leave_vllms_forward() -> None:
+    assert not choose(fusable(), "off")
+    assert not choose(fusable("no kernels"), "on")
+    assert not choose(fusable("no kernels"), "auto")
+    assert choose(fusable(), "on")
+
+
+def test_an_adapter_has_no_fused_forward_unless_it_says_so() -> None:
+    assert "ToyAdapter" in str(
+        ToyAdapter.fusion_refusal(ToyAdapter.__new__(ToyAdapter))
+    )
+
+
+def test_auto_changes_nothing_where_there_is_no_gpu() -> None:
+    assert not choose(fusable(), "auto", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([0.9, 0.95, 0.99], True),
+        ([0.8, 1.01, 1.0], True),
+        ([0.5, 0.9, 1.05], False),
+        ([1.0, 1.01, 1.0], False),
+        ([], False),
+    ],
+)
+def test_auto_takes_what_is_faster_and_nowhere_much_slower(
+    ratios: list[float], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[GraphShape] = []
+
+    def compare(adapter: Any, few: list[GraphShape], *others: Any) -> Any:
+        measured.extend(few)
+        return {shape.key: r for shape, r in zip(few, ratios, strict=False)}
+
+    monkeypatch.setattr(forward_choice, "_compare", compare)
+    assert choose(fusable(), "auto") == expected
+    # Large first, as graphs are captured; beyond 4096 tokens nothing changes.
+    assert [shape.key.token_budget for shape in measured] == [4096, 256, 64]
+
+
+def test_graphs_are_timed_on_tables_of_their_own(
+    qwen3: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share buffers: without filling, a large graph would read what a small
+    one left, and attention on a GPU fails on such tables."""
+    manager = qwen3.manager
+    adapter: Any = manager.adapter
+    rows: list[int] = []
+
+    def ratio(fused_replay: Any, plain_replay: Any) -> float:
+        outputs = []
+        for replay in (fused_replay, plain_replay):
+            replay()
+            outputs.append(replay.__self__._output.clone())
+        assert relative_norm(*outputs) < TOLERANCE
+        rows.append(len(outputs[0]))
+        return 0.5
+
+    monkeypatch.setattr(forward_choice, "_ratio", ratio)
+    try:
+        forward_choice._compare(
+            adapter,
+            manager._shapes[-3:],
+            manager.budgets.limits,
+            manager.device,
+            EncoderRanks(EncoderMode.SINGLE),
+        )
+    finally:
+        adapter.fused = False
+    assert len(set(rows)) == 3
+
+
+def test_a_fused_forward_that_is_wrong_or_fails_is_not_used(
+    qwen3: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = qwen3.manager
+    adapter: Any = manager.adapter
+    monkeypatch.setattr(forward_choice, "_ratio", lambda first, second: 0.5)
+
+    def compare() -> dict[GraphKey, float]:
+        try:
+            return forward_choice._compare(
+                adapter,
+                manager._shapes[-2:],
+                manager.budgets.limits,
+                manager.device,
+                EncoderRanks(EncoderMode.SINGLE),
+            )
+        finally:
+            adapter.fused = False
+
+    assert adapter.fusion_refusal() is None
+    assert set(compare().values()) == {0.5}
+    right = adapter._fused
+
+    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return right(*args, **kwargs) * 1.1
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("out of registers")
+
+    for broken in (wrong, failing):
+        monkeypatch.setattr(adapter, "_fused", broken)
+        assert compare() == {}
