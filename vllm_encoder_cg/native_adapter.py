@@ -169,10 +169,10 @@ class NativeProtocolAdapter(EncoderAdapter):
             if value.ndim == 0:
                 buffer.copy_(value, non_blocking=True)
                 continue
-            if value.shape[0] > buffer.shape[0]:
+            if value.shape[0] > buffer.shape[0] or value.shape[1:] != buffer.shape[1:]:
                 raise ValueError(
-                    f"{name} has {value.shape[0]} rows, the captured buffer "
-                    f"{buffer.shape[0]}"
+                    f"{name} has the shape {tuple(value.shape)}, the captured buffer "
+                    f"{tuple(buffer.shape)}"
                 )
             if name in padding:
                 padding[name](buffer, value)

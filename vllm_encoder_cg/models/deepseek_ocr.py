@@ -118,6 +118,11 @@ class DeepseekOCRAdapter(TwoPathAdapter):
         outputs: dict[str, torch.Tensor],
     ) -> list[torch.Tensor]:
         items: TiledItems = batch.payload
+        for path, output in outputs.items():
+            # What is gathered below lies beyond the rows otherwise.
+            expected = sum(batch.specs[i].get_path_output_tokens(path) for i in indices)
+            if len(output) != expected:
+                raise ValueError(f"{len(output)} rows instead of {expected} on {path}")
         constants = torch.stack((self.model.image_newline, self.model.view_seperator))
         rows = torch.cat((*outputs.values(), constants))
         starts = {}

@@ -26,9 +26,8 @@ from vllm_encoder_cg.models.padded_samples import (
     unlike_counts,
 )
 from vllm_encoder_cg.models.padded_tower import PaddedTowerAdapter
+from vllm_encoder_cg.models.soft_token_positions import PADDING, keep_inside
 
-_PADDING = -1
-"""Both coordinates of a patch that is padding."""
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 _POSITIONS = {"image": "pixel_position_ids", "video": "pixel_position_ids_videos"}
 
@@ -142,7 +141,7 @@ class Gemma4Adapter(PaddedTowerAdapter):
         tokens: list[int] | None = None
         if modality == "video":
             frames = _read_counts(mm_kwargs.get("video_frame_counts"))
-            if frames is None or sum(frames) != len(widths) or min(frames) < 1:
+            if not frames or sum(frames) != len(widths) or min(frames) < 1:
                 return None
             rows_per_item = frames
             tokens = _read_frame_tokens(mm_kwargs.get("video_num_soft_tokens"), frames)
@@ -187,7 +186,7 @@ class Gemma4Adapter(PaddedTowerAdapter):
         from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
         stacks = [positions] if isinstance(positions, torch.Tensor) else positions
-        real = [(rows != _PADDING).any(-1).sum(-1) for rows in stacks]
+        real = [(rows != PADDING).any(-1).sum(-1) for rows in stacks]
         with gpu_sync_allowed():
             patches = torch.stack(real).flatten().tolist()
         per_token = self.patches_per_token
@@ -205,7 +204,7 @@ class Gemma4Adapter(PaddedTowerAdapter):
         written = _copy(items.pixels, offsets, indices, buffers["pixels"])
         _copy(items.positions, offsets, indices, buffers["positions"])
         # A row that is not used may hold positions beyond this graph's width.
-        buffers["positions"][written:].fill_(_PADDING)
+        buffers["positions"][written:].fill_(PADDING)
         table = self.host_tables.take(shape.capacity.tokens)
         counts = [
             items.row_tokens[row]
@@ -218,8 +217,14 @@ class Gemma4Adapter(PaddedTowerAdapter):
     def forward(
         self, buffers: dict[str, torch.Tensor], shape: GraphShape
     ) -> torch.Tensor:
-        tower, positions = self.tower, buffers["positions"]
-        padding = (positions == _PADDING).all(dim=-1)
+        tower, length = self.tower, self.length(shape.key)
+        positions, marks = keep_inside(
+            buffers["positions"],
+            tower.config.pooling_kernel_size,
+            length,
+            tower.config.position_embedding_size,
+        )
+        padding = (positions == PADDING).all(dim=-1)
         hidden = tower.patch_embedder(buffers["pixels"], positions, padding)
         # A mask of four dimensions is taken as it is.  From a flat one, transformers
         # would make another kind where it sees on the host that nothing is padded.
@@ -233,10 +238,12 @@ class Gemma4Adapter(PaddedTowerAdapter):
             hidden_states=encoded,
             pixel_position_ids=positions,
             padding_positions=padding,
-            output_length=self.length(shape.key),
+            output_length=length,
         )
         # Pooled in float32, as is what follows until the projection.
-        tokens = pooled.flatten(0, 1).index_select(0, buffers["token_rows"])
+        rows = buffers["token_rows"]
+        tokens = pooled.flatten(0, 1).index_select(0, rows)
+        tokens = tokens + marks.index_select(0, rows // length).unsqueeze(1)
         if tower.config.standardize:
             tokens = (tokens - tower.std_bias) * tower.std_scale
         tokens = tokens.to(self.dtype)
@@ -364,9 +371,14 @@ def _copy(
     """Copies the rows of the items at `indices`; returns how many."""
     if isinstance(source, torch.Tensor):
         return copy_rows(source, offsets, indices, buffer)
-    for slot, index in enumerate(indices):
-        buffer[slot].copy_(source[index], non_blocking=True)
-    return len(indices)
+    rows = [row for i in indices for row in range(offsets[i], offsets[i + 1])]
+    if len(rows) > len(buffer):
+        raise ValueError(
+            f"{len(rows)} rows do not fit a captured buffer of {len(buffer)}"
+        )
+    for slot, row in enumerate(rows):
+        buffer[slot].copy_(source[row], non_blocking=True)
+    return len(rows)
 
 
 def _select(source: Rows, rows: Sequence[int]) -> Rows:

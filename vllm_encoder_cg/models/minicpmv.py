@@ -346,6 +346,16 @@ def _read_items(pixels: Any, grids: Any) -> MiniCPMVItems | None:
 
 
 def _copy_slices(slices: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copies slices into the rows of `buffer`, each from its first column on."""
+    """Copies slices into the rows of `buffer`, each from its first column on.
+
+    Raises:
+        ValueError: they are more, or longer, than the buffer holds.
+    """
+    longest = max((pixels.shape[-1] for pixels in slices), default=0)
+    if len(slices) > len(buffer) or longest > buffer.shape[-1]:
+        raise ValueError(
+            f"{len(slices)} slices of up to {longest} columns do not fit a captured "
+            f"buffer of {len(buffer)} with {buffer.shape[-1]}"
+        )
     for row, pixels in zip(buffer, slices, strict=False):
         row[..., : pixels.shape[-1]].copy_(pixels, non_blocking=True)
