@@ -213,6 +213,7 @@ def test_graphs_are_timed_on_tables_of_their_own(
     one left, and attention on a GPU fails on such tables."""
     manager = qwen3.manager
     adapter: Any = manager.adapter
+    assert adapter.fusion_refusal() is None
     rows: list[int] = []
 
     def ratio(fused_replay: Any, plain_replay: Any) -> float:
