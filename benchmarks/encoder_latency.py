@@ -124,9 +124,7 @@ def run(architecture: str, backend: str, args: argparse.Namespace) -> EncoderBen
     settings = BenchSettings(
         rounds=args.rounds,
         limit_s=args.limit_s,
-        # With videos allowed, vLLM 0.33's own manager gives wrong embeddings with
-        # this backend, and after some more calls an illegal memory access.
-        in_tree=not args.no_in_tree and backend != "FLASHINFER",
+        in_tree=not args.no_in_tree,
         floor=not args.no_floor,
     )
     with captured_encoder(options) as manager:

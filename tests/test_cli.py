@@ -35,7 +35,7 @@ def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("command", ["demo", "models", "plan", "verify"])
+@pytest.mark.parametrize("command", ["bench", "demo", "models", "plan", "verify"])
 def test_help_is_there(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0, result.stderr
@@ -54,7 +54,7 @@ def test_help_names_the_commands_and_loads_neither_torch_nor_vllm() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
-    for command in ("demo", "models", "plan", "verify"):
+    for command in ("bench", "demo", "models", "plan", "verify"):
         assert command in result.stdout
 
 
@@ -68,8 +68,8 @@ def test_version() -> None:
 def test_models_as_json() -> None:
     result = run("models", "--json")
     models = json.loads(result.stdout)
-    assert ARCHITECTURE in [model["architecture"] for model in models["adapted"]]
-    assert run("models").stdout.count(ARCHITECTURE) == 1
+    assert ARCHITECTURE in [model["architecture"] for model in models["models"]]
+    assert run("models").stdout.count(f"{ARCHITECTURE} ") == 1
 
 
 @pytest.mark.parametrize(

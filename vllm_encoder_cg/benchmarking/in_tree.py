@@ -31,8 +31,14 @@ def capture_in_tree(ours: EncoderCudaGraphManager) -> InTree:
 
     Raises:
         ImportError: this vLLM has none.
+        ValueError: its results are known to be wrong for this encoder.
         Exception: whatever it raises.
     """
+    if ours.adapter.backend_name() == "FLASHINFER" and ours.budgets.limits.max_frames:
+        raise ValueError(
+            "with FLASHINFER and videos allowed, its embeddings are wrong and a later "
+            "call accesses memory illegally (vLLM 0.33)"
+        )
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
     before = _memory_in_use()

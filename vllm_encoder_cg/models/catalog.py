@@ -15,6 +15,8 @@ from pathlib import Path
 _PROTOCOL = "SupportsEncoderCudaGraph"
 _BOTH = ("image", "video")
 _TWO_PATHS = ("global", "local")
+_VARLEN = ("FLASH_ATTN", "TRITON_ATTN")
+_VARLEN_CUDNN = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,23 @@ class SupportedModel:
     """Sub-forwards with graphs of their own."""
     axis: str | None = None
     """What has graphs of its own per value, beside the token budget."""
+    backends: tuple[str, ...] = ()
+    """Attention backends that can be captured on a GPU; empty: whichever vLLM has
+    for the tower, whose attention takes no table of sequences."""
 
 
 ADAPTED = (
     SupportedModel("DeepseekOCRForCausalLM", ("image",), _TWO_PATHS),
-    SupportedModel("Ernie4_5_VLMoeForConditionalGeneration", _BOTH),
+    SupportedModel("Ernie4_5_VLMoeForConditionalGeneration", _BOTH, backends=_VARLEN),
     SupportedModel("Gemma3ForConditionalGeneration", ("image",)),
     SupportedModel(
         "Gemma4ForConditionalGeneration",
         _BOTH,
         axis="soft tokens per image or frame",
     ),
-    SupportedModel("Glm4vForConditionalGeneration", _BOTH),
+    SupportedModel("Glm4vForConditionalGeneration", _BOTH, backends=_VARLEN),
     SupportedModel("InternVLChatModel", _BOTH),
-    SupportedModel("KimiVLForConditionalGeneration", ("image",)),
+    SupportedModel("KimiVLForConditionalGeneration", ("image",), backends=_VARLEN),
     SupportedModel("Llama4ForConditionalGeneration", ("image",)),
     *(
         SupportedModel(name, modalities, axis="patches per slice or frame, at most")
@@ -52,11 +57,11 @@ ADAPTED = (
             "MiniCPMV4_5": _BOTH,
         }.items()
     ),
-    SupportedModel("Qwen2VLForConditionalGeneration", _BOTH),
-    SupportedModel("Qwen2_5_VLForConditionalGeneration", _BOTH),
-    SupportedModel("Qwen3VLForConditionalGeneration", _BOTH),
-    SupportedModel("Qwen3_5ForConditionalGeneration", _BOTH),
-    SupportedModel("Qwen3_5MoeForConditionalGeneration", _BOTH),
+    SupportedModel("Qwen2VLForConditionalGeneration", _BOTH, backends=_VARLEN),
+    SupportedModel("Qwen2_5_VLForConditionalGeneration", _BOTH, backends=_VARLEN_CUDNN),
+    SupportedModel("Qwen3VLForConditionalGeneration", _BOTH, backends=_VARLEN_CUDNN),
+    SupportedModel("Qwen3_5ForConditionalGeneration", _BOTH, backends=_VARLEN_CUDNN),
+    SupportedModel("Qwen3_5MoeForConditionalGeneration", _BOTH, backends=_VARLEN_CUDNN),
     SupportedModel("Step3VLForConditionalGeneration", ("image",), _TWO_PATHS),
 )
 """Models with an adapter here, by name."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_encoder_cg.protocol import SupportsEncoderCudaGraph
@@ -39,6 +40,13 @@ match."""
 def adapted_architectures() -> tuple[str, ...]:
     """Class names of all models that have an adapter."""
     return tuple(_ADAPTERS)
+
+
+def has_fused_forward(architecture: str) -> bool:
+    """Whether there is a forward in fewer kernels for a model that has an adapter,
+    told without importing either."""
+    module = _ADAPTERS[architecture].partition(":")[0]
+    return (Path(__file__).parent / "fused" / f"{module}.py").is_file()
 
 
 def load_adapter(architecture: str) -> type[EncoderAdapter]:

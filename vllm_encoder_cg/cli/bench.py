@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-encoder-cg bench``: how long an encoder takes, with and without graphs."""
+
+from __future__ import annotations
+
+import json as json_format
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Option
+
+from vllm_encoder_cg.benchmarking.cases import (
+    SMALL_CASES,
+    STANDARD_CASES,
+    BenchCase,
+    parse_cases,
+)
+from vllm_encoder_cg.benchmarking.report import table_rows, title, write_report
+from vllm_encoder_cg.cli.environment import prepare_vllm
+from vllm_encoder_cg.cli.output import console, fail, make_table, progress_bar
+from vllm_encoder_cg.samples.architectures import ARCHITECTURES
+from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
+from vllm_encoder_cg.settings import EncoderCgSettings
+
+if TYPE_CHECKING:
+    from vllm_encoder_cg.benchmarking.encoder import EncoderBenchmark
+    from vllm_encoder_cg.benchmarking.timing import CaseTimes
+
+
+def bench(
+    model: Annotated[
+        str | None, Option(help="Checkpoint: a name or folder, as vLLM takes it.")
+    ] = None,
+    architecture: Annotated[
+        str | None,
+        Option(
+            help="Instead of a checkpoint: a sample of this architecture with random "
+            "weights, by a name that `vllm-encoder-cg models` lists."
+        ),
+    ] = None,
+    vision: Annotated[
+        Literal["small", "released"] | None,
+        Option(
+            help="Tower of the sample: small, or of the released checkpoint. Default: "
+            "released; on a CPU small."
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        Option(
+            help="Encoder attention backend: FLASH_ATTN, FLASHINFER or TRITON_ATTN. "
+            "Default: vLLM's choice."
+        ),
+    ] = None,
+    items: Annotated[
+        list[str] | None,
+        Option(
+            help="A batch to time instead of the default ones, by size in pixels: "
+            "'640x480,336x336*4' or 'video:16x448x448'. May be repeated."
+        ),
+    ] = None,
+    growth: Annotated[
+        bool,
+        Option("--growth", help="Also over 1 to 64 images and 64 to 16384 tokens."),
+    ] = False,
+    rounds: Annotated[int, Option(help="Calls per batch and way.", min=3)] = 30,
+    limit_s: Annotated[
+        float, Option(help="Most seconds per batch, beyond three rounds.", min=0)
+    ] = 10.0,
+    in_tree: Annotated[
+        bool, Option(help="Time vLLM's own encoder graphs, too, where it has any.")
+    ] = True,
+    floor: Annotated[
+        bool, Option(help="Time a graph captured for exactly each batch, too.")
+    ] = True,
+    random_weights: Annotated[
+        bool, Option("--random-weights", help="Do not read the checkpoint's weights.")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        Option(help="Default: float32 on a CPU, otherwise what vLLM chooses."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        Option(help="Largest automatic budget. Default: 16384; a small sample: 1024."),
+    ] = None,
+    settings: Annotated[
+        str,
+        Option(help="additional_config.encoder_cg as JSON: '{\"max_graphs\": 16}'."),
+    ] = "{}",
+    trust_remote_code: Annotated[
+        bool,
+        Option("--trust-remote-code", help="Run code that the checkpoint brings."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        Option(
+            help="Folder for summary.json (as `vllm bench sweep plot` reads it), "
+            "README.md with the tables, and figures where matplotlib is installed."
+        ),
+    ] = None,
+    seed: Annotated[int, Option(help="Of random weights.")] = 0,
+    json: Annotated[
+        bool, Option("--json", help="Print flat records as JSON instead of tables.")
+    ] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
+) -> None:
+    """Time an encoder eagerly, by vLLM's own graphs and by this package's.
+
+    Builds the model alone, without an engine, and calls its encoder on random
+    batches, all ways in turn.  "floor" is a graph captured for exactly the batch,
+    which nothing that serves other batches, too, can undercut.  Only ratios within
+    one table mean anything.  Exit code 2: nothing could be timed, or an argument is
+    wrong.
+    """
+    if (model is None) == (architecture is None):
+        fail(
+            "give either --model CHECKPOINT, or --architecture NAME for a sample with "
+            "random weights (names: vllm-encoder-cg models)"
+        )
+    if architecture is not None and architecture not in ARCHITECTURES:
+        fail(
+            f"architecture: there is no sample of {architecture!r}; there are "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+    try:
+        given = parse_cases(items or [])
+        extra = _parse_settings(settings)
+    except ValueError as error:
+        fail(str(error))
+    prepare_vllm(offline=model is None, verbose=verbose)
+
+    from vllm.platforms import current_platform
+
+    on_cpu = bool(current_platform.is_cpu())
+    options = EncoderOptions(
+        model=model,
+        architecture=architecture,
+        vision=vision or ("small" if on_cpu else "released"),
+        backend=backend,
+        random_weights=random_weights,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        trust_remote_code=trust_remote_code,
+        seed=seed,
+        settings=extra,
+    )
+    cases = given or (SMALL_CASES if options.is_small else STANDARD_CASES)
+    try:
+        benchmark = _run(options, cases, rounds, limit_s, in_tree, floor, growth)
+    except (ValueError, NotImplementedError) as error:
+        fail(str(error))
+    if json:
+        print(json_format.dumps(benchmark.records(), indent=1))
+    else:
+        _print(benchmark, on_cpu)
+    if out is not None:
+        _write(out, benchmark)
+
+
+def _parse_settings(text: str) -> dict[str, Any]:
+    try:
+        options = json_format.loads(text)
+    except json_format.JSONDecodeError as error:
+        raise ValueError(f"settings: got {text!r}; use JSON: {error}") from None
+    EncoderCgSettings.from_additional_config({"encoder_cg": options})
+    return options
+
+
+def _run(
+    options: EncoderOptions,
+    cases: tuple[BenchCase, ...],
+    rounds: int,
+    limit_s: float,
+    in_tree: bool,
+    floor: bool,
+    growth: bool,
+) -> EncoderBenchmark:
+    from vllm_encoder_cg.benchmarking.encoder import (
+        BenchSettings,
+        bench_encoder,
+        growth_points,
+    )
+
+    with captured_encoder(options) as manager:
+        if not manager.is_captured():
+            fail(f"no encoder graphs: {manager.inactive_reason or 'none was captured'}")
+        steps = len(cases)
+        if growth:
+            steps += len(growth_points(max(manager.token_budgets)))
+        with progress_bar(steps) as begin:
+            return bench_encoder(
+                manager,
+                cases,
+                BenchSettings(rounds, limit_s, in_tree, floor),
+                growth=growth,
+                on_progress=begin,
+            )
+
+
+def _print(benchmark: EncoderBenchmark, on_cpu: bool) -> None:
+    console.print(title(benchmark), markup=False)
+    if on_cpu:
+        console.print(
+            "no GPU: the captured forward is run again in place of a graph, so these "
+            "times say nothing of graphs"
+        )
+    for rows in (benchmark.cases, benchmark.growth):
+        if rows:
+            _print_table(rows)
+
+
+def _print_table(rows: list[CaseTimes]) -> None:
+    columns, cells = table_rows(rows)
+    table = make_table("", columns, columns[1:])
+    for line in cells:
+        table.add_row(*line)
+    console.print(table)
+
+
+def _write(folder: Path, benchmark: EncoderBenchmark) -> None:
+    command = shlex.join(["vllm-encoder-cg", *sys.argv[1:]])
+    try:
+        written = write_report(folder, [benchmark], command)
+    except OSError as error:
+        fail(f"out: {folder} cannot be written: {error.strerror}")
+    try:
+        from vllm_encoder_cg.benchmarking.plots import write_plots
+
+        written += write_plots(folder, [benchmark])
+    except ImportError as error:
+        console.print(f"no figures: {error}; pip install 'vllm-encoder-cg[plots]'")
+    for path in written:
+        console.print(f"written to {path}")
