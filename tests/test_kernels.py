@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from vllm_encoder_cg.models import grid_rows
+from vllm_encoder_cg.models import grid_rows, windows
+from vllm_encoder_cg.models.grid_rows import GridRows
 
 Frames = Sequence[tuple[int, int]]
 """Height and width of each, in patches."""
@@ -43,7 +44,9 @@ def compare_all() -> None:
     """Every kernel on every mix, with padded rows and spare sequences."""
     from vllm_encoder_cg.kernels.bicubic_positions import bicubic_positions
     from vllm_encoder_cg.kernels.bilinear_positions import bilinear_positions
+    from vllm_encoder_cg.kernels.locate_rows import locate_rows
     from vllm_encoder_cg.kernels.rotary_tables import rotary_tables
+    from vllm_encoder_cg.kernels.window_order import window_order
 
     torch.manual_seed(0)
     side, hidden = 6, 20
@@ -71,6 +74,18 @@ def compare_all() -> None:
                     found[:real], expected[:real], rtol=1e-4, atol=1e-5, msg=name
                 )
                 assert not found[real:].any(), name
+
+            found = GridRows(*locate_rows(*arguments))
+            for field in ("row", "col", "height", "width", "start"):
+                assert torch.equal(getattr(found, field), getattr(places, field)), name
+
+            for window in (2, 4):
+                units = rows // merge**2
+                into, order = window_order(*arguments[:3], units, merge, window)
+                expected = windows.window_places(places, merge, window)
+                assert torch.equal(into, expected), name
+                back = windows.invert_permutation(expected, index[:units])
+                assert torch.equal(order, back), name
 
             cos, sin = rotary_tables(cache, *arguments)
             expected_cos, expected_sin = grid_rows.rotary_2d(

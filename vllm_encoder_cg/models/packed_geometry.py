@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from vllm_encoder_cg import kernels
-from vllm_encoder_cg.models import grid_rows
+from vllm_encoder_cg.models import grid_rows, windows
 from vllm_encoder_cg.models.grid_rows import GridRows
 
 
@@ -35,9 +35,45 @@ class PackedGeometry:
     @cached_property
     def rows(self) -> GridRows:
         """The place of every row."""
+        if kernels.is_available(self.row_starts.device):
+            from vllm_encoder_cg.kernels.locate_rows import locate_rows
+
+            return GridRows(
+                *locate_rows(
+                    self.row_starts,
+                    self.heights,
+                    self.widths,
+                    self.row_index.shape[0],
+                    self.merge_size,
+                )
+            )
         return grid_rows.locate_rows(
             self.row_starts, self.heights, self.widths, self.row_index, self.merge_size
         )
+
+    def window_order(self, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each merged unit goes in window order, and which unit comes there.
+
+        Args:
+            side: units per side of a window.
+
+        Returns:
+            two permutations ``[rows / merge_size^2] int64``.
+        """
+        units = self.row_index.shape[0] // self.merge_size**2
+        if kernels.is_available(self.row_starts.device):
+            from vllm_encoder_cg.kernels.window_order import window_order
+
+            return window_order(
+                self.row_starts,
+                self.heights,
+                self.widths,
+                units,
+                self.merge_size,
+                side,
+            )
+        places = windows.window_places(self.rows, self.merge_size, side)
+        return places, windows.invert_permutation(places, self.row_index[:units])
 
     def rotary_tables(
         self, cos_sin_cache: torch.Tensor

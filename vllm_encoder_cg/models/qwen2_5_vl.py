@@ -12,16 +12,13 @@ import torch
 from vllm_encoder_cg.definitions import BatchLimits, GraphCapacity, GraphKey
 from vllm_encoder_cg.models.attention_tables import SequenceTable, launch_bounds
 from vllm_encoder_cg.models.fused.qwen2_5_vl import FusedQwen25Vision
-from vllm_encoder_cg.models.grid_rows import rotary_2d
 from vllm_encoder_cg.models.packed_batch import PackedArguments
 from vllm_encoder_cg.models.packed_layout import Grid, PackedLayout
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
 from vllm_encoder_cg.models.windows import (
     count_windows,
-    invert_permutation,
     max_windows,
     window_lengths,
-    window_places,
 )
 
 _WINDOW_TOKENS = 12
@@ -91,15 +88,16 @@ class Qwen25VLAdapter(PackedTowerAdapter):
         return WindowedLayout(self.make_table(capacity), self.merge_size, windows, side)
 
     def tower_forward(self, arguments: PackedArguments) -> torch.Tensor:
-        rows, full = arguments.rows, arguments.attention
+        geometry, full = arguments.geometry, arguments.attention
         layout = arguments.layout
         assert isinstance(layout, WindowedLayout)
         local = layout.windows.arguments(layout.window_table(arguments.tables))
-        back = window_places(rows, self.merge_size, self.window_side)
-        order = invert_permutation(back, arguments.geometry.row_index[: len(back)])
-        places = rows.places().view(len(order), -1)[order].view(-1, 2)
-        cos, sin = self.tower.rotary_pos_emb.cos_sin_cache.chunk(2, dim=-1)
-        cos, sin = rotary_2d(cos, sin, places)
+        back, order = geometry.window_order(self.window_side)
+        tables = geometry.rotary_tables(self.tower.rotary_pos_emb.cos_sin_cache)
+        cos, sin = (
+            table.unflatten(0, (len(order), -1))[order].flatten(0, 1)
+            for table in tables
+        )
         return self.captured_tower(
             arguments.pixels,
             None,
