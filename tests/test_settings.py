@@ -64,6 +64,7 @@ def test_defaults() -> None:
         on_mismatch=st.sampled_from(["drop", "raise"]),
         log_every_items=st.integers(0, 10**6),
         cost_model=st.booleans(),
+        fused=st.sampled_from(["auto", "on", "off"]),
         trace_file=st.none() | st.text(min_size=1),
         trace_max_mib=st.integers(1, 10**6),
     )
@@ -93,6 +94,8 @@ def test_settings_survive_a_round_trip(settings: EncoderCgSettings) -> None:
         ("on_mismatch", "ignore", '"drop" or "raise"'),
         ("log_every_items", -1, "an integer of at least 0"),
         ("cost_model", None, "true or false"),
+        ("fused", True, '"auto", "on" or "off"'),
+        ("fused", "always", '"auto", "on" or "off"'),
         ("trace_file", "", "a path in a folder that exists"),
         ("trace_file", True, "a path in a folder that exists"),
         ("trace_max_mib", 0, "an integer of at least 1"),

@@ -111,9 +111,9 @@ class EncoderCgSettings(BaseModel):
     fused: Literal["auto", "on", "off"] = _option(
         "auto",
         "Whether graphs hold a forward of this plug-in's own, which runs the same "
-        "weights in fewer kernels, where a model has one (see vllm-encoder-cg "
-        'models). "auto": where it is measured at start-up to be right and faster '
-        'than vLLM\'s forward by graph; "off": never.',
+        'weights in fewer kernels, where there is one for the model. "auto": where it '
+        "is right and faster than vLLM's forward by graph, as measured at start-up; "
+        '"on": wherever there is one; "off": nowhere.',
         '"auto", "on" or "off"',
     )
 
