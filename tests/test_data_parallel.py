@@ -163,6 +163,17 @@ def test_a_batch_that_raises_goes_to_the_model_on_all_ranks(
         assert_right(outcomes, encoded=number % 2 == 1)
 
 
+@each_mode
+def test_each_item_is_counted_once(mode: str, faults: Outcomes) -> None:
+    """By one rank where they share items, else by each; failed ones, too."""
+    by_rank = [of[f"{mode}: counts"] for of in faults]
+    times = 1 if mode == "data" else RANKS
+    assert sum(counts["items"] for counts in by_rank) == 2 * len(TOY_ITEMS) * times
+    assert sum(counts["failed"] for counts in by_rank) == len(TOY_ITEMS) * times
+    if mode == "weights":
+        assert by_rank[0] == by_rank[1]
+
+
 def test_a_wrong_shape_on_one_rank_reaches_no_one(faults: Outcomes) -> None:
     for by_rank in zip(*(of["data: wrong shape"] for of in faults), strict=True):
         assert_right(by_rank, encoded=False)

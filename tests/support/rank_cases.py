@@ -356,6 +356,17 @@ def _batch_fails(rank: int, size: int, mode: str) -> list[Outcome]:
     return outcomes
 
 
+def _counts(rank: int, size: int, mode: str) -> dict[str, int]:
+    """Of a batch that fails, on one rank where it can, and of one that does not."""
+    on_rank = toy_rank(size, mode)
+    on_rank.manager.capture()
+    with raising(on_rank.manager.adapter, "fill", mode == "weights" or rank == 0):
+        run_toy(on_rank)
+    run_toy(on_rank)
+    stats = on_rank.manager.get_cumulative_stats()
+    return {"items": stats["items"], "failed": stats["misses_by_reason"]["failed"]}
+
+
 def _wrong_shape(rank: int, size: int, mode: str) -> list[Outcome]:
     on_rank = toy_rank(size, mode)
     on_rank.manager.capture()
@@ -394,6 +405,7 @@ FAULTS: dict[str, Callable[[int, int, str], Any]] = {
     "check fails": _check_fails,
     "check stops the start": _check_stops_the_start,
     "batch fails": _batch_fails,
+    "counts": _counts,
     "wrong shape": _wrong_shape,
     "observer fails": _observer_fails,
 }
