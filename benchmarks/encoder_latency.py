@@ -58,8 +58,8 @@ def main() -> None:
         done.append(benchmark)
         print(markdown(benchmark), flush=True)
         print(f"{encoder}: {time.perf_counter() - begin:.0f} s\n", flush=True)
-        write_report(args.out, done, shlex.join(["python", *sys.argv]))
-        _write_plots(args.out, done)
+        figures = _write_plots(args.out, done)
+        write_report(args.out, done, shlex.join(["python", *sys.argv]), figures)
         _give_back()
     print(_overview(done), *failed, sep="\n", flush=True)
     if failed:
@@ -150,13 +150,14 @@ def _progress() -> Callable[[str], None]:
     )
 
 
-def _write_plots(folder: Path, benchmarks: list[EncoderBenchmark]) -> None:
+def _write_plots(folder: Path, benchmarks: list[EncoderBenchmark]) -> list[Path]:
     from vllm_encoder_cg.benchmarking.plots import write_plots
 
     try:
-        write_plots(folder, benchmarks)
+        return write_plots(folder, benchmarks)
     except ImportError as error:
         print(f"no figures: {error}; pip install 'vllm-encoder-cg[plots]'")
+        return []
 
 
 def _overview(benchmarks: list[EncoderBenchmark]) -> str:

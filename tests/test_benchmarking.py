@@ -170,8 +170,8 @@ def test_tables_have_our_ratios() -> None:
 
 
 def test_reports_and_figures(tmp_path: Path) -> None:
-    written = write_report(tmp_path, [made_up()], "the command")
-    written += write_plots(tmp_path, [made_up()])
+    figures = write_plots(tmp_path, [made_up()])
+    written = figures + write_report(tmp_path, [made_up()], "the command", figures)
     assert {path.name for path in written} == {
         "summary.json",
         "README.md",
@@ -186,6 +186,7 @@ def test_reports_and_figures(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     assert "the command" in text
     assert markdown(made_up()) in text
+    assert "(Model-FLASH_ATTN-latency.png)" in text
     assert "ours: 41 graphs, 3.00 GiB, 3.5 s" in text
 
 

@@ -115,15 +115,19 @@ def _markdown_table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> s
 
 
 def write_report(
-    folder: Path, benchmarks: Sequence[EncoderBenchmark], command: str = ""
+    folder: Path,
+    benchmarks: Sequence[EncoderBenchmark],
+    command: str = "",
+    figures: Sequence[Path] = (),
 ) -> list[Path]:
-    """Writes ``summary.json`` (flat records) and ``README.md`` (tables); returns
-    the paths."""
+    """Writes ``summary.json`` (flat records) and ``README.md`` (tables, with
+    `figures`, which lie in the same folder); returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [record for benchmark in benchmarks for record in benchmark.records()]
     summary = folder / "summary.json"
     summary.write_text(json.dumps(records, indent=1) + "\n")
     tables = folder / "README.md"
     head = f"```\n{command}\n```\n\n" if command else ""
-    tables.write_text(head + "\n".join(map(markdown, benchmarks)))
+    shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in figures)
+    tables.write_text(head + "\n".join(map(markdown, benchmarks)) + shown)
     return [summary, tables]

@@ -222,15 +222,16 @@ def _print_table(rows: list[CaseTimes]) -> None:
 
 def _write(folder: Path, benchmark: EncoderBenchmark) -> None:
     command = shlex.join(["vllm-encoder-cg", *sys.argv[1:]])
+    figures: list[Path] = []
     try:
-        written = write_report(folder, [benchmark], command)
+        try:
+            from vllm_encoder_cg.benchmarking.plots import write_plots
+
+            figures = write_plots(folder, [benchmark])
+        except ImportError as error:
+            console.print(f"no figures: {error}; pip install 'vllm-encoder-cg[plots]'")
+        written = write_report(folder, [benchmark], command, figures)
     except OSError as error:
         fail(f"out: {folder} cannot be written: {error.strerror}")
-    try:
-        from vllm_encoder_cg.benchmarking.plots import write_plots
-
-        written += write_plots(folder, [benchmark])
-    except ImportError as error:
-        console.print(f"no figures: {error}; pip install 'vllm-encoder-cg[plots]'")
-    for path in written:
+    for path in (*written, *figures):
         console.print(f"written to {path}")
