@@ -45,7 +45,8 @@ class FusedMoonVision:
         tower = self._tower
         # A patch is as large as the convolution's kernel: a product.
         patches = tower.patch_embed.proj
-        hidden = F.linear(pixels.flatten(1), patches.weight.flatten(1), patches.bias)
+        weight = patches.weight.flatten(1)
+        hidden = F.linear(pixels.flatten(1).to(weight.dtype), weight, patches.bias)
         factors = torch.view_as_real(encoder_metadata["rope_freqs_cis"])
         attention = SequenceAttention(
             tower.encoder.blocks[0].attn,
