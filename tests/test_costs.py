@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.planning import Case, cases, check_plan, graphs, item
 from vllm_encoder_cg.budgets import fine_levels, power_of_two_levels
 from vllm_encoder_cg.costs import CostModel, MeasuredCosts, TokenCosts, plan_cost
-from vllm_encoder_cg.definitions import EagerReason, GraphKey
+from vllm_encoder_cg.definitions import EagerReason, GraphCapacity, GraphKey
 from vllm_encoder_cg.planner import Plan, Planner
 
 CHEAPER = EagerReason.CHEAPER_EAGERLY
@@ -126,15 +126,22 @@ def test_measured_eager_times_are_interpolated() -> None:
     assert 1e6 < costs.eager_cost("other", 1) < math.inf
 
 
-def test_times_that_fall_with_more_tokens_are_noise() -> None:
+def test_eager_times_that_fall_with_more_tokens_are_noise() -> None:
     replays = {64: 9.0, 128: 3.0, 256: 4.0}
     costs = MeasuredCosts(
         {GraphKey("default", budget): ms for budget, ms in replays.items()},
         {"default": replays},
     )
     for budget, expected in ((64, 3.0), (128, 3.0), (256, 4.0)):
-        assert costs.replay_cost(GraphKey("default", budget)) == expected
         assert costs.eager_cost("default", budget) == expected
+        assert costs.replay_cost(GraphKey("default", budget)) == replays[budget]
+
+
+def test_what_is_not_measured_costs_no_less_than_the_largest_that_was() -> None:
+    costs = MeasuredCosts(
+        {GraphKey("default", budget): ms for budget, ms in ((64, 9.0), (128, 3.0))}, {}
+    )
+    assert costs.replay_cost(GraphKey("default", 512)) == 3.0
 
 
 @pytest.mark.parametrize("ms", [0.0, -1.0, math.nan, math.inf])
@@ -239,6 +246,27 @@ def test_paths_are_priced_together() -> None:
     assert alone.sub_batches[0].eager_reasons == {0: CHEAPER}
 
 
+def test_a_larger_graph_that_is_faster_is_replayed() -> None:
+    costs = MeasuredCosts(
+        {GraphKey("default", 64): 4.0, GraphKey("default", 80): 3.0}, {}
+    )
+    assert plan_priced((64, 80), [60], costs) == [((0,), 80)]
+    nearly = MeasuredCosts(
+        {GraphKey("default", 64): 4.0, GraphKey("default", 80): 3.95}, {}
+    )
+    assert plan_priced((64, 80), [60], nearly) == [((0,), 64)]
+
+
+def test_a_faster_graph_stands_only_for_one_that_holds_no_more() -> None:
+    small, large = GraphKey("default", 64), GraphKey("default", 80)
+    costs = MeasuredCosts({small: 4.0, large: 3.0}, {})
+    capacities = {small: GraphCapacity(64, 8), large: GraphCapacity(80, 2)}
+    planner = Planner(capacities, ["default"], costs=costs)
+    for count, key in ((2, small), (3, small)):
+        (sub_batch,) = planner.plan([item(8)] * count).sub_batches
+        assert sub_batch.steps["default"].key == key
+
+
 @pytest.mark.parametrize("ladder", [fine_levels, power_of_two_levels])
 def test_a_guess_keeps_what_launches_dominate_on_graphs(ladder: object) -> None:
     levels = ladder(64, 16384)  # type: ignore[operator]
@@ -252,7 +280,7 @@ def test_a_guess_keeps_what_launches_dominate_on_graphs(ladder: object) -> None:
 def test_a_priced_plan_is_sound(case: Case, costs: CostModel) -> None:
     planner = Planner(case.capacities, case.paths, case.dropped, costs)
     plan = planner.plan(case.specs)
-    check_plan(case, plan)
+    check_plan(case, plan, costs)
     assert planner.plan(case.specs) == plan
 
 

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.encoders import Encoders
 from vllm_encoder_cg import measurement
+from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.capture import GraphSet
-from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.definitions import EncoderItemSpec, GraphCapacity, GraphKey
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
 from vllm_encoder_cg.sharding import attention_work
@@ -53,6 +55,50 @@ def test_attention_is_told_from_the_rest(manager: EncoderCudaGraphManager) -> No
 def test_a_path_without_graphs_has_no_rate(manager: EncoderCudaGraphManager) -> None:
     empty = GraphSet.empty(manager.device)
     assert measurement.measure_rates(manager.adapter, empty, RANKS) is None
+
+
+def test_costs_are_measured_where_they_bend_and_follow_replays_beyond(
+    manager: EncoderCudaGraphManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays of 2 ms and 0.01 per token, eager forwards of at least 14 ms."""
+    keys = [GraphKey("default", budget) for budget in range(64, 16385, 64)]
+    shapes = {key: GraphShape(key, GraphCapacity(key.token_budget, 8)) for key in keys}
+    graphs = GraphSet(manager._graphs.arena, dict.fromkeys(keys), shapes)  # type: ignore[arg-type]
+
+    class Sized:
+        """An adapter whose sample is one item that fills the graph."""
+
+        def cost_sample(self, shape: GraphShape) -> dict[str, int]:
+            return {"tokens": shape.capacity.tokens}
+
+        def parse(self, mm_kwargs: dict[str, int]) -> Any:
+            tokens = mm_kwargs["tokens"]
+            return SimpleNamespace(specs=[EncoderItemSpec(tokens, tokens)])
+
+        def eager(self, batch: Any, indices: Sequence[int], path: str) -> float:
+            return max(14.0, 3.0 + 0.01 * batch.specs[0].output_tokens)
+
+    replayed: list[GraphKey] = []
+
+    def replay(
+        graphs: GraphSet, key: GraphKey, adapter: Any, batch: Any, items: Sequence[int]
+    ) -> float:
+        replayed.append(key)
+        return 2.0 + 0.01 * key.token_budget
+
+    monkeypatch.setattr(GraphSet, "replay", replay)
+    monkeypatch.setattr(
+        measurement, "_time_in_turn", lambda calls, ranks: [call() for call in calls]
+    )
+    costs = measurement.measure_costs(Sized(), graphs, RANKS)  # type: ignore[arg-type]
+    assert costs is not None
+    assert {key for key in keys if key.token_budget <= 1024} <= set(replayed)
+    assert len(replayed) < 30 and max(k.token_budget for k in replayed) <= 8192
+    for key in keys:
+        tokens = key.token_budget
+        assert costs.replay_cost(key) == pytest.approx(2.0 + 0.01 * tokens)
+        eager = max(14.0, 3.0 + 0.01 * tokens)
+        assert 0.99 * eager < costs.eager_cost("default", tokens) < 1.05 * eager
 
 
 def test_one_rank_shares_nothing(

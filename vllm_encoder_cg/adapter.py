@@ -22,7 +22,7 @@ Life of an adapter::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -177,6 +177,12 @@ class EncoderAdapter(ABC):
         buffers = arena.inputs(shape.key.path, self.buffer_specs(shape))
         self.fill(batch, range(len(batch.specs)), buffers, shape)
         return buffers
+
+    def warm_up_key(self, shape: GraphShape) -> Hashable | None:
+        """Graphs of equal keys need one uncaptured forward together before they are
+        captured, that of the first (the largest).  None: this one needs its own,
+        as is right wherever something is prepared per shape."""
+        return None
 
     def output_rows(
         self, batch: EncoderBatch, indices: Sequence[int], path: str

@@ -83,9 +83,10 @@ _UNKNOWN_MS_PER_TOKEN = 1e9
 class MeasuredCosts:
     """Costs in milliseconds, from measurements at start-up.
 
-    Times that grow with fewer tokens are noise: each is lowered to the next
-    larger one's.  A graph that was not measured is interpolated between others
-    of its path.  What is not known does not speak against graphs: replays of a
+    An eager forward that takes longer than one of more tokens is noise, and lowered
+    to that.  A replay that does is none: matrix products of some sizes are slower
+    than of larger ones.  A graph that was not measured is interpolated between
+    others of its path.  What is not known does not speak against graphs: replays of a
     path without measured graphs cost nothing, and an eager forward of one without
     measured eager times costs more than any replay.
     """
@@ -127,8 +128,14 @@ class MeasuredCosts:
             known = by_path.setdefault(key.path, {})
             known[key.token_budget] = max(ms, known.get(key.token_budget, ms))
         self._replay = {axis: _Curve(times) for axis, times in by_axis.items()}
-        self._replay_any = {path: _Curve(times) for path, times in by_path.items()}
-        self._eager = {path: _Curve(times) for path, times in eager_ms.items() if times}
+        self._replay_any = {
+            path: _Curve(times, rising=True) for path, times in by_path.items()
+        }
+        self._eager = {
+            path: _Curve(times, rising=True)
+            for path, times in eager_ms.items()
+            if times
+        }
 
     def replay_cost(self, key: GraphKey) -> float:
         """Milliseconds of one replay."""
@@ -144,12 +151,18 @@ class MeasuredCosts:
 
 
 class _Curve:
-    """A rising time over tokens: linear between measured points, level before
-    the first, and beyond the last as steep as before it."""
+    """A time over tokens: linear between measured points, level before the first,
+    and beyond the last as steep as before it, but not falling.
 
-    def __init__(self, times: Mapping[int, float]) -> None:
+    Args:
+        times: ms by tokens.
+        rising: whether to lower those above a later one.
+    """
+
+    def __init__(self, times: Mapping[int, float], *, rising: bool = False) -> None:
         self._tokens = sorted(times)
-        self._ms = _rising([times[tokens] for tokens in self._tokens])
+        ms = [times[tokens] for tokens in self._tokens]
+        self._ms = _rising(ms) if rising else ms
 
     def __call__(self, tokens: int) -> float:
         xs, ys = self._tokens, self._ms
@@ -159,7 +172,8 @@ class _Curve:
         if i == len(xs):
             if i == 1:
                 return ys[0] * tokens / xs[0]
-            i -= 1
+            slope = max(0.0, ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
+            return ys[-1] + slope * (tokens - xs[-1])
         slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
         return ys[i - 1] + slope * (tokens - xs[i - 1])
 

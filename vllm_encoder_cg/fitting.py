@@ -9,16 +9,20 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from operator import truediv
+from operator import ge, truediv
 
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.definitions import GraphCapacity, GraphKey
+
+_CLEARLY_CHEAPER = 0.98
+"""By more than two measurements of the same time differ."""
 
 
 class GraphTable:
     """The graphs of one path and one combination of axis keys, by capacity.
 
-    A graph is named by its position: 0 is the smallest.
+    A graph is named by its position: 0 is the smallest.  Where a larger one was
+    measured to take less time, its key is at the positions of both.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class GraphTable:
         ]
         self.costs = [costs.replay_cost(key) for key in self.keys]
         """Cost of a replay."""
+        self._use_cheaper_ones()
         # Up to each graph, the least cost of a token of capacity.
         self._rate = list(accumulate(map(truediv, self.costs, self.tokens), min))
         # Per graph, what one token more than the next smaller one holds costs at
@@ -59,6 +64,16 @@ class GraphTable:
         self._best_alone = [
             cost <= floor for cost, floor in zip(self.costs, self._floor, strict=True)
         ]
+
+    def _use_cheaper_ones(self) -> None:
+        """Has a graph that holds as much in every respect stand for one that costs
+        clearly more."""
+        for k in reversed(range(len(self.keys))):
+            for larger in range(k + 1, len(self.keys)):
+                if self.costs[larger] < self.costs[k] * _CLEARLY_CHEAPER and all(
+                    map(ge, self._limits[larger], self._limits[k])
+                ):
+                    self.keys[k], self.costs[k] = self.keys[larger], self.costs[larger]
 
     def fit(self, tokens: int, others: Sequence[int]) -> int:
         """The smallest graph that holds a demand; -1 if none does.

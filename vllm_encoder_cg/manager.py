@@ -9,7 +9,6 @@ what a model's inputs look like is its adapter's business.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -35,6 +34,7 @@ from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
 from vllm_encoder_cg.sharding import PathRate, assign_items, place, weigh_items
 from vllm_encoder_cg.step_timer import StepTimer
+from vllm_encoder_cg.stopwatch import Stopwatch
 from vllm_encoder_cg.trace import trace_header
 from vllm_encoder_cg.weights import WeightWatch
 
@@ -71,7 +71,7 @@ class EncoderCudaGraphManager:
         self.adapter: EncoderAdapter
         self.adapter, self.inactive_reason = adapt(model, vllm_config)
         self.inactive_reason = self.inactive_reason or stage_refusal(vllm_config)
-        self._capture_seconds = 0.0
+        self._capture_time = Stopwatch()
         self.stats = EncoderStats()
         self._timer = StepTimer(self.device, self.stats)
         self.observer: Observer | None = None
@@ -173,7 +173,7 @@ class EncoderCudaGraphManager:
             RuntimeError: a graph differs from eager and ``on_mismatch`` is
                 ``"raise"``.
         """
-        begin = time.perf_counter()
+        watch = Stopwatch()
         if self._stale:  # perhaps a module that the adapter holds is another now
             self.adapter, _ = adapt(self.model, self.vllm_config)
             self._check = self._make_check()
@@ -188,6 +188,7 @@ class EncoderCudaGraphManager:
             self._ranks,
             self.settings.fused,
         )
+        watch.lap("forward")
         self._graphs = capture_graphs(
             self.adapter,
             self._shapes,
@@ -199,8 +200,10 @@ class EncoderCudaGraphManager:
             if self.settings.memory_limit_gib is None
             else self.settings.memory_limit_gib * 2**30,
         )
+        watch.lap("capture")
         if self.settings.self_check:
             self._check.after_capture(self._graphs)
+            watch.lap("check")
         if not self._ranks.any(bool(self._graphs.graphs)):
             logger.warning(
                 "No encoder CUDA graph could be captured; the encoder runs eagerly"
@@ -217,13 +220,15 @@ class EncoderCudaGraphManager:
                     self._ranks,
                     self.settings.fused,
                 )
+                watch.lap("costs")
             if self._ranks.share_items:
                 self._gather.measure()
         self._make_planner()
         self._runner = PlanRunner(
             self.adapter, self._graphs, self._check, self._timer, self._make_planner
         )
-        self._capture_seconds = time.perf_counter() - begin
+        watch.lap("rest")
+        self._capture_time = watch
         self._timer.watch(self.model)
         self._reporter.start(
             trace_header(
@@ -237,9 +242,7 @@ class EncoderCudaGraphManager:
             self._graphs.shapes,
         )
         logger.info(
-            "Encoder CUDA graphs: %s; %.1f s with check and measurement",
-            self._graphs.summary(),
-            self._capture_seconds,
+            "Encoder CUDA graphs: %s; %s", self._graphs.summary(), self._capture_time
         )
 
     def _make_planner(self) -> None:
@@ -426,7 +429,8 @@ class EncoderCudaGraphManager:
         return self.stats.as_dict() | {
             "token_budgets": self.token_budgets,
             "dropped_graphs": [str(key) for key in self._graphs.dropped],
-            "capture_seconds": self._capture_seconds,
+            "capture_seconds": self._capture_time.total,
+            "capture_phases": dict(self._capture_time.seconds),
         }
 
     def log_final_stats(self) -> None:

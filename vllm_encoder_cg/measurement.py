@@ -10,6 +10,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
@@ -23,13 +25,25 @@ from vllm_encoder_cg.sharding import PathRate, attention_work
 
 logger = init_logger(__name__)
 
-_REPLAYS_PER_PATH = 20
-_EAGER_POINTS = 5
-_EAGER_PENALTY = 1.01
+Call: TypeAlias = Callable[[], torch.Tensor]
+
+_ALL_UP_TO_TOKENS = 1024
+"""Replays are short up to here and do not always grow with the budget: all graphs
+are measured."""
+_SMALL_REPLAYS = 40
+"""Or so many of them."""
+_LARGER_REPLAYS = 6
+"""Of those beyond, which grow evenly."""
+_LARGEST_TOKENS = 8192
+"""None beyond this is measured."""
+_EAGER_TOKENS = (512, 1024, 1536, 2048, 4096)
+"""And of the smallest graph.  Near 1024 tokens an eager forward stops waiting for its
+own launches and begins to grow."""
+_EAGER_PENALTY = 1.005
 """Where both take the same time, a graph spares the host."""
-_LARGEST_EAGER_TOKENS = 4096
-"""Beyond it an eager forward is bound by the GPU, so its time goes on as it does
-up to here."""
+_ENOUGH_MS = 20.0
+"""A time is not measured again after so long in all."""
+_MOST_REPEATS = 5
 
 
 def measure_encoder(
@@ -68,18 +82,40 @@ def measure_costs(
     replay_ms: dict[GraphKey, float] = {}
     eager_ms: dict[str, dict[int, float]] = {}
     for group in _by_path_and_axis(list(graphs.graphs)).values():
-        for key in _spread(group, _REPLAYS_PER_PATH):
-            time_ms = _time_replay(adapter, graphs, key, ranks)
-            if time_ms is None:
+        with_eager = _keys_for_eager(group)
+        last = 0, 0.0
+        for key in _keys_for_replays(group, with_eager):
+            batch = _cost_batch(adapter, graphs, key)
+            if batch is None:
                 return None
-            replay_ms[key] = time_ms
-        below = [k for k in group if k.token_budget <= _LARGEST_EAGER_TOKENS]
-        for key in _spread(below or group[:1], _EAGER_POINTS):
-            tokens, time_ms = _time_eager(adapter, graphs, key, ranks)
-            time_ms *= _EAGER_PENALTY
-            known = eager_ms.setdefault(key.path, {})
-            known[tokens] = min(time_ms, known.get(tokens, time_ms))
+            indices = _items_on_path(batch.specs, key.path)
+            replay = _replay_call(adapter, graphs, key, batch, indices)
+            if key not in with_eager:
+                (replay_ms[key],) = _time_in_turn([replay], ranks)
+                continue
+            eager = _eager_call(adapter, key, batch, indices)
+            replay_ms[key], time_ms = _time_in_turn([replay, eager], ranks)
+            tokens = sum(
+                batch.specs[i].get_path_output_tokens(key.path) for i in indices
+            )
+            last = tokens, time_ms * _EAGER_PENALTY
+            _keep_least(eager_ms.setdefault(key.path, {}), *last)
+        # What is larger is bound by the GPU, and takes longer by as much as a replay
+        # does.
+        replays = MeasuredCosts(replay_ms, {})
+        largest = group[-1]
+        tokens, time_ms = last
+        if tokens < largest.token_budget:
+            there = replace(largest, token_budget=tokens)
+            more = replays.replay_cost(largest) - replays.replay_cost(there)
+            _keep_least(
+                eager_ms[largest.path], largest.token_budget, time_ms + max(0.0, more)
+            )
     return MeasuredCosts(replay_ms, eager_ms)
+
+
+def _keep_least(times: dict[int, float], tokens: int, ms: float) -> None:
+    times[tokens] = min(ms, times.get(tokens, ms))
 
 
 def measure_rates(
@@ -96,7 +132,7 @@ def measure_rates(
     rates: dict[str, PathRate] = {}
     for path in adapter.config().paths:
         keys = [key for key in graphs.graphs if key.path == path]
-        below = [k for k in keys if k.token_budget <= _LARGEST_EAGER_TOKENS]
+        below = [k for k in keys if k.token_budget <= _EAGER_TOKENS[-1]]
         key = max(below or keys, key=lambda key: key.token_budget, default=None)
         mm_kwargs = None if key is None else adapter.sample(graphs.shapes[key], seed=0)
         batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
@@ -104,11 +140,11 @@ def measure_rates(
             return None
         items = _items_on_path(batch.specs, path)
         work = [attention_work(batch.specs[i]) for i in items]
-        full_ms = _time_items(adapter, graphs, key, batch, items, ranks)
+        full_ms = _time(_replay_call(adapter, graphs, key, batch, items), ranks)
         attention_ms = 0.0
         if sum(work) > min(work):
             least = items[work.index(min(work))]
-            one_ms = _time_items(adapter, graphs, key, batch, [least], ranks)
+            one_ms = _time(_replay_call(adapter, graphs, key, batch, [least]), ranks)
             attention_ms = max(0.0, (full_ms - one_ms) / (sum(work) - min(work)))
         rest_ms = max(0.0, full_ms - attention_ms * sum(work))
         rates[path] = PathRate(rest_ms / key.token_budget, attention_ms)
@@ -124,6 +160,28 @@ def _by_path_and_axis(
     return groups
 
 
+def _keys_for_eager(group: Sequence[GraphKey]) -> list[GraphKey]:
+    """The smallest graph, and the largest below each of some sizes."""
+    chosen = {group[0]}
+    for tokens in _EAGER_TOKENS:
+        chosen.add([k for k in group if k.token_budget <= tokens or k == group[0]][-1])
+    return sorted(chosen, key=lambda key: key.token_budget)
+
+
+def _keys_for_replays(
+    group: Sequence[GraphKey], with_eager: Sequence[GraphKey]
+) -> list[GraphKey]:
+    """Those whose replay is timed, the smallest first."""
+    small = [k for k in group if k.token_budget <= _ALL_UP_TO_TOKENS]
+    larger = [k for k in group if _ALL_UP_TO_TOKENS < k.token_budget <= _LARGEST_TOKENS]
+    chosen = {
+        *_spread(small, _SMALL_REPLAYS),
+        *_spread(larger, _LARGER_REPLAYS),
+        *with_eager,
+    }
+    return sorted(chosen, key=lambda key: key.token_budget)
+
+
 def _spread(keys: Sequence[GraphKey], count: int) -> list[GraphKey]:
     """At most `count` of `keys`, evenly spread, both ends included."""
     if len(keys) <= count:
@@ -132,57 +190,53 @@ def _spread(keys: Sequence[GraphKey], count: int) -> list[GraphKey]:
     return [keys[round(i * step)] for i in range(count)]
 
 
-def _time_replay(
-    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey, ranks: EncoderRanks
-) -> float | None:
+def _cost_batch(
+    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey
+) -> EncoderBatch | None:
     mm_kwargs = adapter.cost_sample(graphs.shapes[key])
-    batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
-    if batch is None:
-        return None
-    indices = _items_on_path(batch.specs, key.path)
-    return _time_items(adapter, graphs, key, batch, indices, ranks)
+    return None if mm_kwargs is None else adapter.parse(mm_kwargs)
 
 
-def _time_items(
+def _replay_call(
     adapter: EncoderAdapter,
     graphs: GraphSet,
     key: GraphKey,
     batch: EncoderBatch,
     indices: Sequence[int],
-    ranks: EncoderRanks,
-) -> float:
-    return _time(lambda: graphs.replay(key, adapter, batch, indices), ranks)
+) -> Call:
+    return lambda: graphs.replay(key, adapter, batch, indices)
 
 
-def _time_eager(
-    adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey, ranks: EncoderRanks
-) -> tuple[int, float]:
-    mm_kwargs = adapter.cost_sample(graphs.shapes[key])
-    batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
-    assert batch is not None  # the replay of this key was timed on it
-    indices = _items_on_path(batch.specs, key.path)
-    tokens = sum(batch.specs[i].get_path_output_tokens(key.path) for i in indices)
-    return tokens, _time(lambda: adapter.eager(batch, indices, key.path), ranks)
+def _eager_call(
+    adapter: EncoderAdapter, key: GraphKey, batch: EncoderBatch, indices: Sequence[int]
+) -> Call:
+    return lambda: adapter.eager(batch, indices, key.path)
 
 
 def _items_on_path(specs: Sequence[EncoderItemSpec], path: str) -> list[int]:
     return [i for i, spec in enumerate(specs) if spec.get_path_output_tokens(path)]
 
 
-def _time(
-    call: Callable[[], torch.Tensor], ranks: EncoderRanks, repeats: int = 3
-) -> float:
-    """Median milliseconds of a synchronised call, after one that does not count;
-    fewer repeats where a call takes long."""
-    times: list[float] = []
+def _time(call: Call, ranks: EncoderRanks) -> float:
+    """Median milliseconds of a call."""
+    (time_ms,) = _time_in_turn([call], ranks)
+    return time_ms
+
+
+def _time_in_turn(calls: Sequence[Call], ranks: EncoderRanks) -> list[float]:
+    """Median milliseconds of synchronised calls, each after one that does not count;
+    fewer repeats where they take long."""
+    times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
-        call()
-        for _ in range(repeats):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
+        for call in calls:
             call()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - begin) * 1e3)
-            if ranks.in_step(times[-1] > 50.0):
+        for _ in range(_MOST_REPEATS):
+            for call, of_call in zip(calls, times, strict=True):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                call()
+                torch.cuda.synchronize()
+                of_call.append((time.perf_counter() - begin) * 1e3)
+            if ranks.in_step(sum(map(sum, times)) > _ENOUGH_MS * len(calls)):
                 break
-    return statistics.median(times)
+    return [statistics.median(of_call) for of_call in times]

@@ -107,10 +107,11 @@ class Planner:
     An item goes by graph on a path if some graph of that path with its axis keys
     holds it alone: its tokens, one item, and every demand that the graph limits.
     Items of a sub-batch that goes by graph have equal axis keys, their demands
-    add up, and the smallest graph that holds the sums is replayed.  Items that
-    no graph holds on any path are encoded together, as are items without tokens,
-    which need no step at all.  Where a path of an item fits and another does not,
-    the other runs eagerly for a sub-batch of such items.
+    add up, and the smallest graph that holds the sums is replayed, or a larger one
+    that was measured to be clearly faster.  Items that no graph holds on any path
+    are encoded together, as are items without tokens, which need no step at all.
+    Where a path of an item fits and another does not, the other runs eagerly for a
+    sub-batch of such items.
 
     Without a cost model, packing is greedy: smallest first, as long as the sums
     fit, closing a sub-batch early before an item that outweighs it if that lowers

@@ -173,7 +173,7 @@ def _tolerance(dtype: torch.dtype) -> float:
     return RELATIVE_TOLERANCE.get(dtype, 1e-2)
 
 
-def keys_to_check(keys: Sequence[GraphKey], every: int = 8) -> list[GraphKey]:
+def keys_to_check(keys: Sequence[GraphKey], every: int = 16) -> list[GraphKey]:
     """A sample of graphs that covers each path and axis, both ends of the
     ladder, and every `every`-th budget between them."""
     groups: dict[tuple, list[GraphKey]] = {}

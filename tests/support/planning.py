@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.definitions import (
     EagerReason,
     EncoderItemSpec,
@@ -113,8 +114,12 @@ def holding(
     return [key for _, _, key in sorted(found, key=lambda entry: entry[:2])]
 
 
-def check_plan(case: Case, plan: Plan) -> None:
-    """Everything that holds for any plan, whoever made it."""
+def check_plan(case: Case, plan: Plan, costs: CostModel | None = None) -> None:
+    """Everything that holds for any plan, whoever made it.
+
+    Args:
+        costs: what it was made by.
+    """
     placed = [i for sub_batch in plan.sub_batches for i in sub_batch.indices]
     assert sorted(placed) == list(range(len(case.specs)))
     wholly_eager = 0
@@ -131,7 +136,10 @@ def check_plan(case: Case, plan: Plan) -> None:
             assert step.tokens == tokens
             assert (step.key is None) != (step.eager is None)
             if step.key is not None:
-                assert step.key == holding(case.capacities, path, specs)[0]
+                smallest, *others = holding(case.capacities, path, specs)
+                if step.key != smallest:
+                    assert step.key in others and costs is not None
+                    assert costs.replay_cost(step.key) < costs.replay_cost(smallest)
         steps = sub_batch.steps.values()
         eager = [step for step in steps if step.key is None]
         wholly_eager += bool(eager) and len(eager) == len(steps)

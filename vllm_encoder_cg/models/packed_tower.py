@@ -9,7 +9,7 @@ row (``tower_forward``) and any further tables.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -377,6 +377,14 @@ class PackedTowerAdapter(FusableAdapter):
         pixels = select_rows(items.pixels, items.row_offsets, indices)
         grids = [items.grids[i] for i in indices]
         return self.tower_eager(batch.modality, pixels, grids)
+
+    def warm_up_key(self, shape: GraphShape) -> Hashable | None:
+        if self.backend == "FLASHINFER":
+            return None  # cuDNN builds a plan for every shape
+        # Triton compiles a kernel anew by what divides its sizes and the addresses
+        # of the tables, which lie one behind the other.
+        sizes = (shape.capacity.tokens, *shape.capacity.extra.values())
+        return tuple([(size % 16 == 0, size % 4, size == 1) for size in sizes])
 
     def sample(self, shape: GraphShape, seed: int) -> dict[str, Any]:
         videos = "video" in self.pixel_keys
