@@ -18,6 +18,7 @@ from tests.support import vllm_metadata
 
 if TYPE_CHECKING:
     from tests.support.encoders import Encoders
+    from tests.support.small_encoders import SmallEncoders
 
 # No test is about time, and an example may be the one that imports vLLM.
 hypothesis.settings.register_profile("without_deadline", deadline=None)
@@ -77,6 +78,21 @@ def encoders() -> Iterator[Encoders]:
 
     with ExitStack() as stack:
         yield Encoders(stack)
+
+
+@pytest.fixture(scope="session")
+def small_encoders() -> Iterator[SmallEncoders]:
+    """One captured encoder per adapter, each built once."""
+    import torch
+
+    from tests.support.small_encoders import SmallEncoders
+
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        # Layers this small gain nothing from a second thread.
+        torch.set_num_threads(1)
+        stack.callback(torch.set_num_threads, threads)
+        yield SmallEncoders(stack)
 
 
 @pytest.fixture(scope="session")
