@@ -42,7 +42,7 @@ def test_defaults() -> None:
     assert EncoderCgSettings().model_dump() == {
         "ladder": "fine",
         "max_graphs": 64,
-        "memory_limit_gib": 4.0,
+        "memory_limit_gib": 3.9,
         "self_check": True,
         "on_mismatch": "drop",
         "log_every_items": 1000,

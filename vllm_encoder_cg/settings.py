@@ -50,7 +50,7 @@ class EncoderCgSettings(BaseModel):
         ge=1,
     )
     memory_limit_gib: float | None = _option(
-        4.0,
+        3.9,
         "Most GPU memory, in GiB, that encoder graphs and their buffers may take "
         "together; what would exceed it is not captured. null: no limit.",
         "a number above 0, or null for no limit",
