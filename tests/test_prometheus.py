@@ -27,6 +27,7 @@ from vllm_encoder_cg.definitions import EagerReason, GraphKey
 from vllm_encoder_cg.integration.environment import METRICS_DIR
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.prometheus import (
+    FILE_BYTES,
     METRICS,
     EncoderMetricsCollector,
     Metric,
@@ -139,12 +140,27 @@ def test_a_later_label_joins_in(tmp_path: Path) -> None:
     files = MetricsFiles(tmp_path, "toy", 0)
     stats = some_stats()
     files.write(samples(stats))
-    for budget in range(1, 2000):  # beyond the first page of a file
+    for budget in range(1, 501):  # beyond the first page of a file
         stats.replays[GraphKey("default", budget)] += 1
     files.write(samples(stats))
     values = read(tmp_path)
-    assert of(values, "replays_total", path="default", token_budget="1999") == 1
+    assert of(values, "replays_total", path="default", token_budget="500") == 1
     assert of(values, "hits_total") == 3
+
+
+def test_files_have_their_size_from_the_start(tmp_path: Path) -> None:
+    """A page that is mapped and has no room on the disk ends the process."""
+    files = MetricsFiles(tmp_path, "toy", 0)
+    stats = some_stats()
+    for budget in range(3000):
+        stats.replays[GraphKey("default", budget)] += 1
+        files.write(samples(stats))
+    for path in tmp_path.iterdir():
+        assert path.stat().st_size == FILE_BYTES
+        assert path.stat().st_blocks * 512 >= FILE_BYTES
+    values = read(tmp_path)
+    assert of(values, "hits_total") == 3
+    assert 800 < len(values) < 3000
 
 
 def test_vllm_s_multiprocess_registry_reads_the_same(tmp_path: Path) -> None:

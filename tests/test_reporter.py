@@ -91,6 +91,21 @@ def test_a_manager_that_encoded_nothing_says_nothing(
     assert LINE not in package_log.text
 
 
+def test_ranks_that_repeat_the_first_say_nothing(
+    package_log: pytest.LogCaptureFixture,
+) -> None:
+    for share_items in (False, True):
+        reporter = Reporter(
+            make_toy_config(),
+            EncoderCgSettings(),
+            EncoderStats(hits=5),
+            speaks_for_all=False,
+            share_items=share_items,
+        )
+        reporter.close()
+        assert package_log.text.count(LINE) == int(share_items)
+
+
 def test_the_table_comes_with_each_line_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, package_log: pytest.LogCaptureFixture
 ) -> None:

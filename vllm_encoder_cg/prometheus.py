@@ -141,11 +141,17 @@ def samples(stats: EncoderStats) -> Iterator[Sample]:
 
 # -- In workers -------------------------------------------------------------------
 
+FILE_BYTES = 1 << 18
+"""Size of a file: room for some 800 values."""
+
 _file_numbers = itertools.count()
 
 
 class MetricsFiles:
     """The values of one manager, in files that another process reads.
+
+    The files have their full size from the start: to write to a mapped page for which
+    the disk has no room would end the process.  Values beyond it are left out.
 
     Args:
         folder: an existing one.
@@ -162,24 +168,32 @@ class MetricsFiles:
         # Read by MultiProcessCollector: what precedes the first "_" is the type,
         # what follows it in a gauge's how ranks are merged.
         owner = f"encoder-cg-{os.getpid()}-{next(_file_numbers)}"
-        self._files = {
-            "counter": MmapedDict(str(folder / f"counter_{owner}.db")),
-            "gauge": MmapedDict(str(folder / f"gauge_max_{owner}.db")),
+        paths = {
+            "counter": folder / f"counter_{owner}.db",
+            "gauge": folder / f"gauge_max_{owner}.db",
         }
+        for path in paths.values():
+            with path.open("xb") as stream:
+                os.posix_fallocate(stream.fileno(), 0, FILE_BYTES)
+        self._files = {kind: MmapedDict(str(path)) for kind, path in paths.items()}
+        self._room = dict.fromkeys(paths, FILE_BYTES - 8)
         self._make_key = mmap_key
         self._labels = {"model_name": model_name, "engine": str(engine)}
-        self._keys: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._keys: dict[tuple[str, tuple[str, ...]], str | None] = {}
+        """None: there was no room left."""
         self._written: dict[str, float] = {}
 
     def write(self, values: Iterable[Sample]) -> None:
         """Brings the files up to date."""
         for metric, labels, value in values:
-            key = self._keys.get((metric.name, labels)) or self._key(metric, labels)
-            if self._written.get(key) != value:
+            if (metric.name, labels) not in self._keys:
+                self._add(metric, labels)
+            key = self._keys[metric.name, labels]
+            if key is not None and self._written.get(key) != value:
                 self._files[metric.kind].write_value(key, value, 0.0)
                 self._written[key] = value
 
-    def _key(self, metric: Metric, labels: tuple[str, ...]) -> str:
+    def _add(self, metric: Metric, labels: tuple[str, ...]) -> None:
         counts = metric.kind == "counter"
         key: str = self._make_key(
             metric.name,
@@ -188,8 +202,12 @@ class MetricsFiles:
             [*self._labels.values(), *labels],
             metric.help,
         )
-        self._keys[metric.name, labels] = key
-        return key
+        # Length, the key padded to whole words, value and time.
+        taken = 4 + len(key.encode()) + 8 + 16
+        fits = taken <= self._room[metric.kind]
+        self._keys[metric.name, labels] = key if fits else None
+        if fits:
+            self._room[metric.kind] -= taken
 
 
 def open_metrics_files(vllm_config: Any) -> MetricsFiles | None:

@@ -36,7 +36,7 @@ class Reporter:
         settings: ``log_every_items``, ``trace_file`` and ``trace_max_mib`` of them.
         stats: counted by the manager.
         speaks_for_all: whether this rank reports what every tensor-parallel rank
-            knows alike: the trace, and all counts unless ranks share items.
+            knows alike: the trace, and all counts and lines unless ranks share items.
         share_items: whether ranks encode different items, so that each counts.
 
     Raises:
@@ -140,6 +140,8 @@ class Reporter:
 
     def _log(self) -> None:
         self._logged_items = self._stats.items
+        if not self._counted:
+            return
         logger.info("%s", self._stats.log_line())
         if self._table is None:
             return
