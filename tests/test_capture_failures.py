@@ -14,7 +14,6 @@ from vllm_encoder_cg.adapter import BufferSpec, GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
-from vllm_encoder_cg.memory_meter import MemoryMeter
 from vllm_encoder_cg.models.qwen3_vl import Qwen3VLAdapter
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 from vllm_encoder_cg.verification import Verifier
@@ -159,8 +158,10 @@ def test_what_exceeds_the_memory_limit_is_left_out(
     package_log: pytest.LogCaptureFixture,
 ) -> None:
     # As on a GPU on which the graphs of the largest budget take 1 MiB per token.
-    taken = iter([budget << 20 for budget in (256, 96, 96)])
-    monkeypatch.setattr(MemoryMeter, "taken_bytes", lambda _: next(taken))
+    peaks = iter([budget << 20 for budget in (256, 96)])
+    monkeypatch.setattr(
+        "vllm_encoder_cg.capture.peak_bytes", lambda call, _: (call(), next(peaks))
+    )
     manager = make_variant(
         sound, monkeypatch, budgets=BUDGETS, memory_limit_gib=100 / 1024
     )

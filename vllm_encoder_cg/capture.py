@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,12 +18,20 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.graphs import GraphRecorder, make_recorder
+from vllm_encoder_cg.graphs import (
+    Forward,
+    GraphRecorder,
+    MakeOutput,
+    ReplayableGraph,
+    make_recorder,
+)
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.memory_meter import MemoryMeter
+from vllm_encoder_cg.memory_meter import MemoryMeter, peak_bytes
 from vllm_encoder_cg.ranks import EncoderRanks
 
 logger = init_logger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -38,7 +45,6 @@ class GraphSet:
     """Graphs that failed to capture or to pass the self-check."""
     memory_bytes: int = 0
     """Device memory taken: buffers and graph pool."""
-    seconds: float = 0.0
     _stream: Any = field(default=None, init=False, repr=False)
     """Of the last replay."""
 
@@ -57,11 +63,6 @@ class GraphSet:
             self.drop(key)
             self.release_unused(key.path)
         self.memory_bytes = 0
-
-    def leave_out(self, key: GraphKey) -> None:
-        """Forgets a captured graph, and its buffers if its path has no other."""
-        del self.graphs[key], self.shapes[key]
-        self.release_unused(key.path)
 
     def release_unused(self, path: str) -> None:
         """Gives back the buffers of a path that has no graph."""
@@ -114,7 +115,7 @@ class GraphSet:
             for path, values in budgets.items()
         )
         return (
-            f"{paths}; {self.memory_bytes / 2**30:.2f} GiB, {self.seconds:.1f} s"
+            f"{paths}; {self.memory_bytes / 2**30:.2f} GiB"
             f"{f', {len(self.dropped)} dropped' if self.dropped else ''}"
         )
 
@@ -122,15 +123,19 @@ class GraphSet:
 class _MemoryLimit:
     """Which budgets to capture so that a limit holds.
 
-    The first graph of a path, its largest, takes nearly all of the path's memory;
-    so only first graphs are measured, and one that takes too much says by how much
-    the next one has to be smaller.
+    Graphs of a pool use one memory in turn, so that all of them take what the
+    largest forward takes at its highest.  The first graph of a path and axis is its
+    largest: its forward is measured before it is captured, and one that takes too
+    much says by how much the next one has to be smaller.  (A graph that is captured
+    and then left out would keep its memory as long as the pool has another.)
     """
 
     def __init__(self, limit_bytes: float | None) -> None:
         self._limit = limit_bytes
         self._largest: dict[str, int] = {}
         self._measured: set[tuple[str, AxisKeys]] = set()
+        self._highest = 0
+        """Of all forwards that are to be captured."""
 
     def admits(self, key: GraphKey) -> bool:
         return key.token_budget <= self._largest.get(key.path, key.token_budget)
@@ -140,30 +145,70 @@ class _MemoryLimit:
             self._limit is not None and (key.path, key.axis_keys) not in self._measured
         )
 
-    def holds(self, key: GraphKey, taken_bytes: int) -> bool:
-        """Whether a graph that was just captured may stay.
+    def holds(self, key: GraphKey, buffer_bytes: int, forward_bytes: int) -> bool:
+        """Whether a graph may be captured.
 
         Args:
-            taken_bytes: by all graphs so far.
+            buffer_bytes: of inputs and outputs so far, this graph's included.
+            forward_bytes: what its forward takes at its highest beyond them.
         """
         assert self._limit is not None
-        if taken_bytes <= self._limit:
+        taken = buffer_bytes + max(self._highest, forward_bytes)
+        if taken <= self._limit:
             self._measured.add((key.path, key.axis_keys))
+            self._highest = max(self._highest, forward_bytes)
             return True
         budget = key.token_budget
-        self._largest[key.path] = min(
-            budget - 1, int(budget * self._limit / taken_bytes)
-        )
+        self._largest[key.path] = min(budget - 1, int(budget * self._limit / taken))
         logger.info(
             "Encoder CUDA graph (%s) would take graph memory to %.2f GiB, above "
             "additional_config.encoder_cg.memory_limit_gib of %.2f; it and those above "
             "%d tokens are left out, and larger items run eagerly",
             key,
-            taken_bytes / 2**30,
+            taken / 2**30,
             self._limit / 2**30,
             self._largest[key.path],
         )
         return False
+
+
+class _WarmUps:
+    """Which graphs are captured without running their forward before: those like
+    one that was, unless that ever fails."""
+
+    def __init__(self, adapter: EncoderAdapter, ranks: EncoderRanks) -> None:
+        self._adapter = adapter
+        # A forward that communicates is run by all ranks or by none.
+        self._every = ranks.share_forwards
+        self._warm: set[Hashable] = set()
+
+    def record(
+        self,
+        recorder: GraphRecorder,
+        shape: GraphShape,
+        forward: Forward,
+        make_output: MakeOutput,
+    ) -> tuple[ReplayableGraph, torch.Tensor]:
+        """As ``GraphRecorder.record``."""
+        key = None if self._every else self._adapter.warm_up_key(shape)
+        if key is not None:
+            key = (shape.key.path, shape.key.axis_keys, key)
+        if key in self._warm:
+            try:
+                return recorder.record(forward, make_output, warm_up=False)
+            except Exception as error:
+                self._every = True
+                logger.info(
+                    "Encoder CUDA graph (%s) needs an uncaptured forward before its "
+                    "capture, as those after it now get: %s: %s",
+                    shape.key,
+                    type(error).__name__,
+                    error,
+                )
+        recorded = recorder.record(forward, make_output)
+        if key is not None:
+            self._warm.add(key)
+        return recorded
 
 
 def capture_graphs(
@@ -186,22 +231,30 @@ def capture_graphs(
     Raises:
         OutOfStepError: recording a sharded encoder failed on some ranks only.
     """
-    begin = time.perf_counter()
     result = GraphSet.empty(device)
     recorder = make_recorder(device, graph_pool)
     memory = MemoryMeter(device)
     limit = _MemoryLimit(memory_limit_bytes)
+    warm_ups = _WarmUps(adapter, ranks)
     for shape in shapes:
         if not limit.admits(shape.key):
             continue
         result.shapes[shape.key] = shape
-        error = _capture_one(result, adapter, shape, limits, recorder, ranks)
+        error: Exception | None = None
+        if limit.is_to_measure(shape.key):
+            error, peak = _measure(result, adapter, shape, ranks)
+            peak = ranks.in_step(peak)
+            if error is None and not limit.holds(
+                shape.key, result.arena.nbytes(), peak
+            ):
+                del result.shapes[shape.key]
+                result.release_unused(shape.key.path)
+                memory.give_back()
+                continue
+        error = error or _capture_one(
+            result, adapter, shape, limits, recorder, ranks, warm_ups
+        )
         if error is None:
-            if limit.is_to_measure(shape.key):
-                taken = ranks.in_step(memory.taken_bytes())
-                if not limit.holds(shape.key, taken):
-                    result.leave_out(shape.key)
-                    memory.give_back()
             continue
         result.drop(shape.key)
         result.release_unused(shape.key.path)
@@ -215,8 +268,50 @@ def capture_graphs(
         del error
         memory.give_back()
     result.memory_bytes = max(memory.taken_bytes(), result.arena.nbytes())
-    result.seconds = time.perf_counter() - begin
     return result
+
+
+def _measure(
+    result: GraphSet, adapter: EncoderAdapter, shape: GraphShape, ranks: EncoderRanks
+) -> tuple[Exception | None, int]:
+    """What one forward takes at its highest, in bytes; or why it cannot run."""
+    path, device = shape.key.path, result.arena.device
+
+    def forward(buffers: dict[str, torch.Tensor]) -> int:
+        with torch.inference_mode():
+            output, peak = peak_bytes(lambda: adapter.forward(buffers, shape), device)
+        result.arena.output(path, tuple(output.shape), output.dtype)
+        return peak
+
+    error, peak = _run(result, adapter, shape, ranks, forward)
+    return error, peak or 0
+
+
+def _run(
+    result: GraphSet,
+    adapter: EncoderAdapter,
+    shape: GraphShape,
+    ranks: EncoderRanks,
+    call: Callable[[dict[str, torch.Tensor]], T],
+) -> tuple[Exception | None, T | None]:
+    """What `call` makes of the captured inputs of a graph, on all ranks or none."""
+    error: Exception | None = None
+    buffers: dict[str, torch.Tensor] = {}
+    try:
+        buffers = _prepare(adapter, shape, result.arena)
+    except Exception as failure:
+        error = failure
+    if not ranks.ready_for_forward(error is None):
+        return error or RuntimeError("another rank could not prepare it"), None
+    value: T | None = None
+    with ranks.recording(result.arena.device):
+        try:
+            value = call(buffers)
+        except Exception as failure:
+            error = failure
+        if not ranks.after_forward(error):
+            return error or RuntimeError("another rank could not run it"), None
+    return None, value
 
 
 def _capture_one(
@@ -226,27 +321,26 @@ def _capture_one(
     limits: BatchLimits,
     recorder: GraphRecorder,
     ranks: EncoderRanks,
+    warm_ups: _WarmUps,
 ) -> Exception | None:
     """Adds one graph to `result`; or returns why there is none."""
-    error: Exception | None = None
-    buffers: dict[str, torch.Tensor] = {}
-    try:
-        buffers = _prepare(adapter, shape, result.arena)
-    except Exception as failure:
-        error = failure
-    if not ranks.ready_for_forward(error is None):
-        return error or RuntimeError("another rank could not prepare it")
-    with ranks.recording(result.arena.device):
-        try:
-            graph, output = recorder.record(
-                lambda: adapter.forward(buffers, shape),
-                lambda size, dtype: result.arena.output(shape.key.path, size, dtype),
-            )
-        except Exception as failure:
-            error = failure
-        well = ranks.after_forward(error)
-    if not well:
+    path = shape.key.path
+
+    def record(
+        buffers: dict[str, torch.Tensor],
+    ) -> tuple[dict[str, torch.Tensor], ReplayableGraph, torch.Tensor]:
+        graph, output = warm_ups.record(
+            recorder,
+            shape,
+            lambda: adapter.forward(buffers, shape),
+            lambda size, dtype: result.arena.output(path, size, dtype),
+        )
+        return buffers, graph, output
+
+    error, recorded = _run(result, adapter, shape, ranks, record)
+    if recorded is None:
         return error
+    buffers, graph, output = recorded
     key = shape.key
     result.graphs[key] = BudgetGraphMetadata(
         token_budget=key.token_budget,

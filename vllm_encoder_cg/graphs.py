@@ -10,6 +10,7 @@ launch differs.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -32,9 +33,13 @@ class GraphRecorder(Protocol):
     """Records forwards that take no arguments and read captured buffers."""
 
     def record(
-        self, forward: Forward, make_output: MakeOutput
+        self, forward: Forward, make_output: MakeOutput, *, warm_up: bool = True
     ) -> tuple[ReplayableGraph, torch.Tensor]:
         """The graph and the output buffer that it writes, from `make_output`.
+
+        Args:
+            warm_up: whether to run the forward once uncaptured before: a first one
+                loads libraries, compiles kernels and grows workspaces.
 
         Raises:
             Exception: whatever the forward or the capture raised; nothing of
@@ -59,7 +64,7 @@ class StaticRecorder:
     """Records for a device without CUDA graphs."""
 
     def record(
-        self, forward: Forward, make_output: MakeOutput
+        self, forward: Forward, make_output: MakeOutput, *, warm_up: bool = True
     ) -> tuple[ReplayableGraph, torch.Tensor]:
         with torch.inference_mode():
             result = forward()
@@ -75,17 +80,26 @@ class CudaGraphRecorder:
             it; None: a pool of its own.
     """
 
-    _used_pools: ClassVar[set[Any]] = set()
-
     def __init__(self, graph_pool: Any = None) -> None:
-        if graph_pool is None or graph_pool in self._used_pools:
-            # The graphs that an earlier recorder put there may be gone, and the
-            # pool with them: PyTorch refuses the handle then.
-            graph_pool = torch.cuda.graph_pool_handle()
-        self._used_pools.add(graph_pool)
         self._pool = graph_pool
-        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._stream: torch.cuda.Stream | None = None
+
+    def _live_pool(self) -> Any:
+        """The pool to capture into.
+
+        With the last graph of a pool PyTorch forgets the pool and refuses its
+        handle from then on, so that another pool takes the place of one whose
+        graphs are gone.
+        """
+        if not self._recorded and self._pool in self._used_pools:
+            self._pool = None
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._used_pools.add(self._pool)
+        return self._pool
+
+    _used_pools: ClassVar[set[Any]] = set()
 
     def _capture_stream(self) -> torch.cuda.Stream:
         """The caller's stream (vLLM captures on one of its own, which carries
@@ -99,44 +113,37 @@ class CudaGraphRecorder:
         return self._stream
 
     def record(
-        self, forward: Forward, make_output: MakeOutput
+        self, forward: Forward, make_output: MakeOutput, *, warm_up: bool = True
     ) -> tuple[ReplayableGraph, torch.Tensor]:
         stream = self._capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(stream):
-            # Uncaptured once: libraries load, kernels compile and workspaces
-            # grow, none of which may happen during capture.
-            result = forward()
-            output = make_output(tuple(result.shape), result.dtype)
-            del result
-            if self._anchor is None:
-                self._anchor = self._hold_pool()
+            if warm_up:
+                result = forward()
+                # Before the capture, as it may allocate.
+                make_output(tuple(result.shape), result.dtype)
+                del result
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph(): it collects garbage and empties the
             # allocator's cache each time, most of the time of a capture.
             stream.synchronize()
-            graph.capture_begin(pool=self._pool)
+            # Where nothing ran before, the driver may yet have kernels to load,
+            # which only the last mode permits.
+            mode = "global" if warm_up else "relaxed"
+            pool = self._live_pool()
             try:
-                output.copy_(forward())
+                graph.capture_begin(pool=pool, capture_error_mode=mode)
+                result = forward()
+                output = make_output(tuple(result.shape), result.dtype)
+                output.copy_(result)
+                del result
                 graph.capture_end()
             except BaseException:
                 self._abandon(graph)
                 raise
+        self._recorded.add(graph)
         torch.cuda.current_stream().wait_stream(stream)
         return graph, output
-
-    def _hold_pool(self) -> torch.cuda.CUDAGraph:
-        """A graph of one small kernel, which keeps the pool while others are left out.
-
-        With the last graph of a pool PyTorch forgets the pool.
-        """
-        scratch = torch.empty(1, device="cuda")
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.current_stream().synchronize()
-        graph.capture_begin(pool=self._pool)
-        scratch.zero_()
-        graph.capture_end()
-        return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a capture that failed, so that PyTorch works on as before it.
@@ -145,7 +152,8 @@ class CudaGraphRecorder:
         then raises before it has closed its own books: the pool stays in use, into
         which nothing can be captured any more and whose memory is never given
         back; and the default generator believes that it is being captured, so that
-        the next random number, in vLLM's sampler, raises.
+        the next random number, in vLLM's sampler, raises.  The next graph gets a
+        pool of its own, since the allocator of pinned memory cannot be told.
         """
         try:
             graph.capture_end()
@@ -154,6 +162,7 @@ class CudaGraphRecorder:
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(device, self._pool)
                 torch._C._cuda_releasePool(device, self._pool)
+            self._pool = None
         with contextlib.suppress(RuntimeError):
             scratch = torch.empty(1, device="cuda")
             empty = torch.cuda.CUDAGraph()

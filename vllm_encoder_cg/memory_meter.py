@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _DRIVER_SHARE = 0.5
 _DRIVER_BYTES = 1 << 30
@@ -22,20 +26,25 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.give_back()
+        self._empty_cache()
         self._before = self._used()
 
     def taken_bytes(self) -> int:
         """By graphs and their buffers, after giving back what is only cached."""
-        self.give_back()
+        self._empty_cache()
         reserved, used = (
             now - before for now, before in zip(self._used(), self._before, strict=True)
         )
         return believable_bytes(reserved, used)
 
     def give_back(self) -> None:
-        """Returns memory that nothing uses to the device."""
+        """Returns memory that nothing uses to the device, also what an error or a
+        graph that was left out still refers to in a circle."""
         gc.collect()
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        # Without a collection, which takes a good part of a second in an engine.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -46,6 +55,21 @@ class MemoryMeter:
             return 0, 0
         free, total = torch.cuda.mem_get_info(self._device)
         return torch.cuda.memory_reserved(self._device), total - free
+
+
+def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
+    """What a call returns, and what it took at its highest.
+
+    Returns:
+        The result and bytes that PyTorch allocated beyond what was in use before,
+        the result included; 0 on a CPU.
+    """
+    if device.type != "cuda":
+        return call(), 0
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call()
+    return result, torch.cuda.max_memory_allocated(device) - before
 
 
 def believable_bytes(reserved: int, used: int) -> int:
