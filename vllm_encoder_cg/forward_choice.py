@@ -18,13 +18,13 @@ from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.definitions import BatchLimits, GraphKey
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.ranks import EncoderRanks, OutOfStepError
 from vllm_encoder_cg.self_check import NoSampleInputError, check_graphs
 
 logger = init_logger(__name__)
 
-_LARGEST_TOKENS = 4096
-"""Of a measured graph; what is larger behaves alike."""
+_LARGEST_TOKENS = 2048
+"""Of a measured graph; what is larger behaves alike and takes more memory."""
 _ROUNDS = 8
 _SLOWEST = 1.02
 """By how much the fused forward may be slower in one of the graphs."""
@@ -62,7 +62,7 @@ def choose_forward(
         adapter.fused = True
         return
     ratios = _compare(adapter, _few(shapes), limits, device, ranks)
-    adapter.fused = ranks.from_first(
+    adapter.fused = (
         bool(ratios)
         and max(ratios.values()) <= _SLOWEST
         and statistics.geometric_mean(ratios.values()) < 1.0
@@ -106,43 +106,60 @@ def _compare(
     device: torch.device,
     ranks: EncoderRanks,
 ) -> dict[GraphKey, float]:
-    """Per graph the time of the fused replay by that of the plain one; empty: fused
-    graphs failed, or there is nothing to compare on."""
+    """Per graph the time of the fused replay by that of the plain one, as the first
+    rank sees it; empty: fused graphs failed on a rank, or there is nothing to compare
+    on."""
+    ratios: dict[GraphKey, float] = {}
+    try:
+        for shape in shapes:
+            ratio = _compare_one(adapter, shape, limits, device, ranks)
+            if ratio is None:
+                break
+            ratios[shape.key] = ratio
+    except OutOfStepError:
+        raise
+    except Exception:
+        logger.warning("The fused forward cannot be measured", exc_info=True)
+    right = ranks.all(len(ratios) == len(shapes))
+    return ranks.from_first(ratios) if right else {}
+
+
+def _compare_one(
+    adapter: EncoderAdapter,
+    shape: GraphShape,
+    limits: BatchLimits,
+    device: torch.device,
+    ranks: EncoderRanks,
+) -> float | None:
+    """The ratio of one graph; None: the fused forward is not to be used."""
     sets: dict[bool, GraphSet] = {}
     for fused in (False, True):
         adapter.fused = fused
-        sets[fused] = capture_graphs(adapter, shapes, limits, device, None, ranks)
-    plain, fused_set = sets[False], sets[True]
-    keys = [key for key in plain.graphs if key in fused_set.graphs]
-    if not ranks.all(len(keys) == len(shapes)):
-        return {}
+        sets[fused] = capture_graphs(adapter, [shape], limits, device, None, ranks)
+    key = shape.key
+    if any(key not in graphs.graphs for graphs in sets.values()):
+        return None
     try:
-        mismatches = check_graphs(adapter, fused_set, ranks)
+        mismatches = check_graphs(adapter, sets[True], ranks)
     except NoSampleInputError:
-        return {}
+        return None
     for mismatch in mismatches:
         logger.warning(
             "The fused forward differs from eager by %.2e (%s) and is not used",
             mismatch.error,
             mismatch.key,
         )
-    if not ranks.all(not mismatches):
-        return {}
-    ratios = {}
-    for key in keys:
-        for each in (plain, fused_set):
-            _fill_with_sample(each, key, adapter)
-        fused_graph, plain_graph = fused_set.graphs[key], plain.graphs[key]
-        ratios[key] = _ratio(fused_graph.graph.replay, plain_graph.graph.replay)
-    return ratios
+    if mismatches:
+        return None
+    for graphs in sets.values():
+        _fill_with_sample(graphs, key, adapter)
+    fused_graph, plain_graph = (sets[way].graphs[key].graph for way in (True, False))
+    return _ratio(fused_graph.replay, plain_graph.replay)
 
 
 def _fill_with_sample(graphs: GraphSet, key: GraphKey, adapter: EncoderAdapter) -> None:
-    """Makes a graph ready for a replay of its own.
-
-    Graphs of a path share their buffers: what another one was filled with is no
-    valid table for this one, and attention reads wherever a table points.
-    """
+    """Makes a graph ready for a full replay of its own: the check ends with one item
+    alone."""
     shape = graphs.shapes[key]
     mm_kwargs = adapter.cost_sample(shape)
     batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)

@@ -40,4 +40,6 @@ class FusableAdapter(EncoderAdapter):
                 self._fused = self.fused_tower(self.tower)
             except FusionRefusedError as error:
                 reason = str(error)
+            except Exception as error:  # a vLLM whose towers are built otherwise
+                reason = f"its modules are not as known: {error}"
         return reason
