@@ -376,9 +376,13 @@ def _copy(
         raise ValueError(
             f"{len(rows)} rows do not fit a captured buffer of {len(buffer)}"
         )
-    for slot, row in enumerate(rows):
-        buffer[slot].copy_(source[row], non_blocking=True)
-    return len(rows)
+    chosen = [source[row] for row in rows]
+    if all(values.device == buffer.device for values in chosen) and len(chosen) > 1:
+        torch.stack(chosen, out=buffer[: len(chosen)])  # one launch
+    else:
+        for slot, values in enumerate(chosen):
+            buffer[slot].copy_(values, non_blocking=True)
+    return len(chosen)
 
 
 def _select(source: Rows, rows: Sequence[int]) -> Rows:
