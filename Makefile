@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make demo | test | lint: each sets itself up in .venv at its first run.
+# make demo | test | lint | docs: each sets itself up in .venv at its first run.
 # To use an environment that has vLLM already: make demo PYTHON=/path/to/python
 
 VENV ?= .venv
@@ -47,8 +47,10 @@ format: $(SETUP)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
+# The site, in site/; what follows from the source is written anew before.
 docs: $(SETUP)
-	$(PYTHON) -m mkdocs build --strict
+	$(PYTHON) tools/generate_docs.py
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build site

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The docs say what the source says, and build without a network."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tools.generate_docs import DOCS, GENERATORS, ROOT, fill, outdated
+from tools.log_lines import LogLine, advice_for, read_advice, read_log_lines
+from vllm_encoder_cg.models.catalog import ADAPTED
+from vllm_encoder_cg.settings import EncoderCgSettings
+
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def test_generated_parts_are_current() -> None:
+    assert outdated() == [], "run: python tools/generate_docs.py"
+
+
+def test_every_generated_part_is_on_a_page() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    for name in GENERATORS:
+        assert text.count(f"<!-- begin generated: {name} -->") == 1
+
+
+def test_the_reference_has_every_option() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    for name, field in EncoderCgSettings.model_fields.items():
+        (line,) = [x for x in text.splitlines() if x.startswith(f"| `{name}` ")]
+        assert field.description
+        assert field.description.replace("|", "&#124;") in line
+
+
+def test_the_matrix_has_every_model() -> None:
+    text = (DOCS / "models.md").read_text()
+    for model in ADAPTED:
+        # Once per feature, once per hardware.
+        assert text.count(f"| `{model.architecture}` |") == 2
+
+
+def test_a_changed_part_is_replaced() -> None:
+    page = DOCS / "configuration.md"
+    damaged = page.read_text().replace("| `ladder` |", "| `other` |")
+    assert damaged != page.read_text()
+    assert fill(damaged) == page.read_text()
+    with pytest.raises(KeyError):
+        fill("<!-- begin generated: no-such-part -->\n<!-- end generated -->")
+
+
+def test_log_lines_are_found(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text(
+        "logger.warning('A %s', 1)\nlogger.info(\n    'B'\n    'C'\n)\n"
+        "logger.debug('D')\nlogger.error('%s', x)\nother.warning('E')\n"
+    )
+    assert read_log_lines(tmp_path) == [
+        LogLine("part", "warning", "A %s"),
+        LogLine("part", "info", "BC"),
+    ]
+
+
+def test_every_line_has_advice_and_no_advice_is_stale() -> None:
+    lines = read_log_lines()
+    assert [line.message for line in lines if not advice_for(line)] == []
+    messages = [line.message for line in lines]
+    assert [
+        begin
+        for begin in read_advice()
+        if not any(message.startswith(begin) for message in messages)
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_on_a_page_is_python(page: Path) -> None:
+    for block in re.findall(
+        r"^ *```python\n(.*?)^ *```", page.read_text(), re.S | re.M
+    ):
+        ast.parse(textwrap.dedent(block))
+
+
+def test_options_of_plan_in_the_guide_exist() -> None:
+    help_text = subprocess.run(
+        [sys.executable, "-m", "vllm_encoder_cg", "plan", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    guide = (DOCS / "tuning.md").read_text().split("## 3.")[1].split("## 4.")[0]
+    options = set(re.findall(r"(--[a-z][a-z-]*)", guide)) - {"--compilation-config"}
+    assert options
+    for option in options:
+        assert option in help_text
+
+
+def test_the_site_builds_with_results_and_asks_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    from tools import docs_hooks
+
+    run = tmp_path / "results" / "some-card"
+    run.mkdir(parents=True)
+    (run / "README.md").write_text("# Some card\n\n![figure](figure.png)\n")
+    (run / "figure.png").write_bytes(b"\x89PNG")
+    (run / "summary.json").write_text("[]")
+    monkeypatch.setattr(docs_hooks, "RESULTS", tmp_path / "results")
+    site = tmp_path / "site"
+    config = load_config(
+        str(ROOT / "mkdocs.yml"), site_dir=str(site), strict=True, hooks=[]
+    )
+    config.plugins.events["files"].append(docs_hooks.on_files)
+    config.plugins.events["page_markdown"].append(docs_hooks.on_page_markdown)
+    build(config)
+    assert (site / "results" / "some-card" / "figure.png").is_file()
+    assert not (site / "results" / "some-card" / "summary.json").exists()
+    assert "results/some-card" in (site / "benchmarks.html").read_text()
+    for page in site.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)|"
+            r"<link[^>]+rel=\"stylesheet\"[^>]+href=\"(https?:[^\"]+)",
+            page.read_text(),
+        )
+        assert not loaded, page
