@@ -134,8 +134,8 @@ def _summary(results: list[dict[str, Any]], stats: dict[str, Any]) -> str:
     errors = [r["error"] for r in results if not math.isnan(r["error"])]
     return (
         f"{len(results) - len(bad)}/{len(results)} cases ok, "
-        f"worst {max(errors):.1e} (eager from itself "
-        f"{max(r['eager_spread'] for r in results):.1e}), "
+        f"worst {max(errors):.1e} (rounding explains "
+        f"{max(r['allowed_error'] for r in results):.1e}), "
         f"{sum(r['bitwise'] for r in results)} bitwise, "
         f"{sum(r['hits'] for r in results)} hits, "
         f"{sum(r['eager'] for r in results)} eager, "
