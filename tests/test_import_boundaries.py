@@ -31,6 +31,7 @@ LIGHT_MODULES = [
     ".integration.vllm_symbols",
     ".logger",
     ".metrics",
+    ".metrics_folder",
     ".metrics_table",
     ".packing",
     ".planner",

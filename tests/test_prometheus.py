@@ -313,15 +313,6 @@ def test_unreadable_files_do_not_break_a_scrape(
     assert len(warnings) == 1
 
 
-def test_withdrawing_leaves_nothing() -> None:
-    prometheus.offer_metrics()
-    folder = folder_named()
-    assert folder.is_dir()
-    prometheus.withdraw_metrics()
-    assert METRICS_DIR not in os.environ
-    assert not folder.exists()
-
-
 def _report(queue: Any) -> None:
     """In a process that a server starts."""
     prometheus.offer_metrics()
@@ -339,25 +330,3 @@ def test_a_worker_process_shares_its_server_s_folder() -> None:
     process.join(60)
     assert folder_named().is_dir(), "who made it removes it"
     assert of(expose(prometheus_client.REGISTRY), "hits_total") == 3
-
-
-def test_a_server_started_by_another_process_has_a_folder_of_its_own() -> None:
-    prometheus.offer_metrics()
-    code = (
-        "import os\n"
-        "from vllm_encoder_cg import prometheus\n"
-        "prometheus.offer_metrics()\n"
-        "folder = os.environ['VLLM_ENCODER_CG_METRICS_DIR']\n"
-        "print(folder, os.path.isdir(folder))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    folder, existed = result.stdout.split()
-    assert existed == "True"
-    assert Path(folder) != folder_named()
-    assert not Path(folder).exists(), "removed as the process exits"

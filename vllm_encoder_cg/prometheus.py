@@ -26,14 +26,9 @@ where all take part in each forward, those of the first.
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import multiprocessing
 import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +37,7 @@ from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.integration.environment import METRICS_DIR
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.metrics import EncoderStats
+from vllm_encoder_cg.metrics_folder import join_or_make_folder, leave_folder
 
 logger = init_logger(__name__)
 
@@ -263,61 +259,29 @@ class EncoderMetricsCollector:
 
 
 _collector: EncoderMetricsCollector | None = None
-_own_folder: Path | None = None
 
 
 def offer_metrics() -> None:
     """Has this process's default registry show what its workers count.
 
-    Makes the folder, unless this process is itself part of a server; it is removed
-    when this process exits.
-
     Raises:
-        OSError: the folder cannot be made.
+        OSError: there cannot be a folder for it.
     """
-    global _collector, _own_folder
+    global _collector
     from prometheus_client import REGISTRY
 
-    if _collector is not None:
-        return
-    if not _is_part_of_a_server(os.environ):
-        _own_folder = Path(tempfile.mkdtemp(prefix="vllm-encoder-cg-metrics-"))
-        os.environ[METRICS_DIR] = str(_own_folder)
-        atexit.register(_remove, _own_folder, os.getpid())
-    collector = EncoderMetricsCollector(Path(os.environ[METRICS_DIR]))
-    REGISTRY.register(collector)
-    _collector = collector
+    if _collector is None:
+        collector = EncoderMetricsCollector(join_or_make_folder())
+        REGISTRY.register(collector)
+        _collector = collector
 
 
 def withdraw_metrics() -> None:
     """Undoes ``offer_metrics``."""
-    global _collector, _own_folder
+    global _collector
     from prometheus_client import REGISTRY
 
     if _collector is not None:
         REGISTRY.unregister(_collector)
         _collector = None
-    if _own_folder is not None:
-        _remove(_own_folder, os.getpid())
-        os.environ.pop(METRICS_DIR, None)
-        _own_folder = None
-
-
-def _is_part_of_a_server(environ: Mapping[str, str]) -> bool:
-    """Whether a process that serves ``/metrics`` has started this one.
-
-    The variable alone does not say so: a server inherits it, too, from whatever
-    process with a vLLM of its own has started it.
-    """
-    if not environ.get(METRICS_DIR):
-        return False
-    if multiprocessing.parent_process() is not None:
-        return True
-    # Ray starts workers otherwise; vLLM hands them the variables.
-    ray = sys.modules.get("ray")
-    return ray is not None and ray.is_initialized()
-
-
-def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # and not a fork of that process
-        shutil.rmtree(folder, ignore_errors=True)
+    leave_folder()
