@@ -39,6 +39,7 @@ QUICK = BenchSettings(rounds=3, limit_s=0.0)
 ABOUT = {
     "architecture": "Model",
     "backend": "FLASH_ATTN",
+    "captured": "vLLM's forward",
     "device": "GPU",
     "dtype": "bfloat16",
     "vllm": "0.33.0",

@@ -334,6 +334,7 @@ def describe(manager: EncoderCudaGraphManager) -> dict[str, Any]:
     return {
         "architecture": type(manager.model).__name__,
         "backend": manager.adapter.backend_name(),
+        "captured": "fused forward" if manager.adapter.fused else "vLLM's forward",
         "device": (
             torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         ),

@@ -17,6 +17,7 @@ import torch
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.benchmarking.timing import Call
 from vllm_encoder_cg.definitions import AxisKeys, BatchLimits, GraphKey
+from vllm_encoder_cg.graphs import CudaGraphRecorder
 from vllm_encoder_cg.logger import init_logger
 
 logger = init_logger(__name__)
@@ -57,16 +58,23 @@ def _replay_all(graphs: list[tuple[Any, Any]]) -> Call:
 
 def _capture(forward: Forward) -> tuple[Any, Any]:
     """The graph, with its output, which must live as long."""
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.stream(stream):
-        for _ in range(2):
-            forward()
-        stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            output = forward()
+    outputs: list[torch.Tensor] = []
+    corner: list[torch.Tensor] = []
+
+    def run() -> torch.Tensor:
+        outputs[:] = [forward()]
+        return outputs[0][:1, :1]
+
+    def make_output(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if not corner:
+            corner.append(torch.empty(shape, dtype=dtype, device="cuda"))
+        return corner[0]
+
+    # The recorder copies what it is given, so it is given one element: the floor
+    # has nothing around the forward.
+    graph, _ = CudaGraphRecorder().record(run, make_output)
     torch.cuda.synchronize()
-    return graph, (forward, output)
+    return graph, (forward, outputs, corner)
 
 
 def _vllm_forwards(adapter: EncoderAdapter, batch: EncoderBatch) -> list[Forward]:

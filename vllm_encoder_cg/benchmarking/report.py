@@ -21,7 +21,8 @@ def title(benchmark: EncoderBenchmark) -> str:
     about = benchmark.about
     line = (
         f"{about['architecture']}, {about['backend']}, {about['dtype']}, "
-        f"{about['device']}, vLLM {about['vllm']}, PyTorch {about['torch']}"
+        f"{about['device']}, vLLM {about['vllm']}, PyTorch {about['torch']}, "
+        f"{about['captured']} captured"
     )
     for way, cost in benchmark.graphs.items():
         line += (
