@@ -26,6 +26,7 @@ import os
 import statistics
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -273,10 +274,21 @@ def _exact_inputs(
     return batch, shape, buffers
 
 
+@dataclass
+class ExactGraph:
+    """A graph of the fused forward for exactly one batch; a call replays it."""
+
+    graph: torch.cuda.CUDAGraph
+    buffers: dict[str, torch.Tensor]
+    output: torch.Tensor
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 def _exact_graph(
     manager: EncoderCudaGraphManager, mm_kwargs: dict[str, Any]
-) -> Callable[[], None]:
-    """Replays a graph of the fused forward for exactly this batch."""
+) -> ExactGraph:
     import torch
 
     _, shape, buffers = _exact_inputs(manager, mm_kwargs)
@@ -289,11 +301,7 @@ def _exact_graph(
         with torch.cuda.graph(graph, stream=stream):
             output = manager.adapter.forward(buffers, shape)
     torch.cuda.synchronize()
-
-    def replay(keep: Any = (buffers, output)) -> None:
-        graph.replay()
-
-    return replay
+    return ExactGraph(graph, buffers, output)
 
 
 # -- Errors ----------------------------------------------------------------------
@@ -438,9 +446,12 @@ def _time_steps(
     """Milliseconds of the fused graph for exactly this batch, whole and with one
     thing changed."""
     from vllm_encoder_cg.benchmarking.timing import time_in_turn
+    from vllm_encoder_cg.kernels import launch
     from vllm_encoder_cg.models.fused import modules
     from vllm_encoder_cg.models.fused.alongside import Alongside
     from vllm_encoder_cg.models.fused.attention import Attend
+    from vllm_encoder_cg.models.fused.windows import WindowAttention
+    from vllm_encoder_cg.self_check import relative_norm
 
     changes: dict[str, list[Any]] = {
         "all": [],
@@ -452,12 +463,16 @@ def _time_steps(
         ],
         "attention through vLLM's layer": [mock.patch.object(Attend, "direct", False)],
         "nothing alongside": [mock.patch.object(Alongside, "run", _run_in_line)],
+        "windows by FlashAttention": [
+            mock.patch.object(WindowAttention, "direct_windows", False)
+        ],
+        "kernels launched early": [mock.patch.object(launch, "early_launch", True)],
         "FlashAttention chooses its splits": [mock.patch.object(Attend, "splits", 0)],
         "one schedule for all layers": [
             mock.patch.object(Attend, "share_schedule", True)
         ],
     }
-    calls = {}
+    calls: dict[str, ExactGraph] = {}
     for name, patches in changes.items():
         with contextlib.ExitStack() as stack:
             for patch in patches:
@@ -466,6 +481,11 @@ def _time_steps(
                 calls[name] = _exact_graph(fused, mm_kwargs)
             except Exception as error:
                 print(f"step {name!r}: {type(error).__name__}: {error}", flush=True)
+    for name, graph in calls.items():
+        graph()
+        difference = relative_norm(graph.output, calls["all"].output)
+        if not difference < 1e-2:
+            print(f"step {name!r}: WRONG, differs by {difference:.1e}", flush=True)
     times = time_in_turn(calls, fused.device, rounds)
     return {name: statistics.median(values) for name, values in times.items()}
 

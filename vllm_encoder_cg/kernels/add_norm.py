@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_encoder_cg.kernels.launch import options
+
 
 @triton.jit
 def _add_norm_kernel(
@@ -31,17 +33,27 @@ def _add_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CENTRED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     dtype = normed.dtype.element_ty
+    # First, as they depend on nothing that was launched before.
+    if HAS_WEIGHT:
+        factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        shift = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        share = tl.load(scale + columns, mask=mask, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         added = tl.load(delta + row * delta_stride + columns, mask=mask, other=0.0)
         added = added.to(tl.float32)
         if HAS_SCALE:
-            added *= tl.load(scale + columns, mask=mask, other=0.0).to(tl.float32)
+            added *= share
         value += added
         tl.store(total + row * WIDTH + columns, value.to(dtype), mask=mask)
     if CENTRED:
@@ -50,9 +62,9 @@ def _add_norm_kernel(
     variance = tl.sum(value * value, axis=0) / WIDTH
     value = value * (1.0 / tl.sqrt(variance + eps))
     if HAS_WEIGHT:
-        value *= tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        value *= factor
     if HAS_BIAS:
-        value += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+        value += shift
     tl.store(normed + row * WIDTH + columns, value.to(dtype), mask=mask)
 
 
@@ -104,5 +116,7 @@ def add_norm(
         HAS_BIAS=bias is not None,
         CENTRED=centred,
         num_warps=4 if block <= 2048 else 8,
+        # What adds nothing may be the first on a stream.
+        **options(x.device, early=delta is not None),
     )
     return total, normed

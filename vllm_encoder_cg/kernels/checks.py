@@ -4,6 +4,7 @@ and strides: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -54,6 +55,10 @@ def compare_all(
                 found += _check_rotation(device, dtype, count, number, size)
             for width in mlp_widths:
                 found += _check_activations(device, dtype, count, width)
+        # Triton's interpreter has no products of bfloat16.
+        if dtype == torch.float16 or (device.type == "cuda" and dtype != torch.float32):
+            for number, size in heads:
+                found += _check_windows(device, dtype, number, size)
         if device.type == "cuda" and dtype != torch.float32:
             found += _check_epilogue(device, dtype)
     return [asdict(each) for each in found]
@@ -138,6 +143,27 @@ def _check_rotation(
                 qkv, cos, sin, heads, row_total, interleaved=interleaved
             ),
         )
+
+
+def _check_windows(
+    device: torch.device, dtype: torch.dtype, heads: int, size: int
+) -> Iterator[KernelCheck]:
+    from vllm_encoder_cg.kernels.window_attention import window_attention
+
+    lengths = [64, 1, 16, 63, 0, 0]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    rows = sum(lengths)
+    # More rows than belong to a sequence, which nothing must reach.
+    qkv = torch.randn((rows + 5, 3 * heads * size), device=device).to(dtype)
+    qkv[rows:] = torch.nan
+    angles = torch.randn((rows + 5, size // 2), device=device)
+    arguments = angles.cos(), angles.sin(), heads, starts.to(device), size**-0.5
+    yield _compare(
+        "window_attention",
+        f"{rows} x {heads} x {size}",
+        [window_attention(qkv, *arguments)[:rows]],
+        [reference.window_attention(qkv, *arguments)[:rows]],
+    )
 
 
 def _check_activations(

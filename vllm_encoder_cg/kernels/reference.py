@@ -8,6 +8,8 @@ one rounding to the input's dtype at the end.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -80,6 +82,26 @@ def _rotate(
         torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
     )
     return rotated.to(x.dtype)
+
+
+def window_attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    starts: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """``kernels.window_attention.window_attention``; reads `starts` on the host, and
+    clears rows that belong to no sequence."""
+    parts = rotate_heads(qkv, cos, sin, heads)
+    q, k, v = (part.transpose(0, 1) for part in parts)
+    out = torch.zeros_like(q)
+    for begin, end in itertools.pairwise(starts.tolist()):
+        rows = slice(begin, end)
+        scores = _wide(q[:, rows]) @ _wide(k[:, rows]).transpose(1, 2) * scale
+        out[:, rows] = (scores.softmax(-1) @ _wide(v[:, rows])).to(qkv.dtype)
+    return out.transpose(0, 1).flatten(1)
 
 
 def activate(x: torch.Tensor, activation: str, *, gated: bool = False) -> torch.Tensor:

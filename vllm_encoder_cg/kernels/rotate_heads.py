@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_encoder_cg.kernels.launch import options
+
 
 @triton.jit
 def _rotate_kernel(
@@ -32,6 +34,7 @@ def _rotate_kernel(
     BLOCK_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     HALF: tl.constexpr = SIZE // 2
     row = tl.program_id(0).to(tl.int64)
@@ -45,6 +48,8 @@ def _rotate_kernel(
     both = tl.arange(0, 2 * BLOCK_HALF)
     whole = (head < 2 * HEADS)[:, None] & (both < SIZE)[None, :]
     dtype = out.dtype.element_ty
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     if HAS_TOTAL:  # noqa: SIM102 - decided when compiled
         if row >= tl.load(row_total):
             nothing = tl.zeros([BLOCK_HEADS, 2 * BLOCK_HALF], dtype)
@@ -129,5 +134,6 @@ def rotate_heads(
         INTERLEAVED=interleaved,
         HAS_TOTAL=row_total is not None,
         num_warps=4,
+        **options(qkv.device),
     )
     return q, k, packed[:, 2]

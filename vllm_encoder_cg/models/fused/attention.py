@@ -125,6 +125,15 @@ class Attend(ABC):
         )
         return output.flatten(1)
 
+    def on_projection(
+        self, layer: Any, packed: torch.Tensor, rotary: Rotary
+    ) -> torch.Tensor:
+        """``[rows, heads x size]`` from a packed projection before rotation, which
+        may be overwritten."""
+        heads = layer.num_heads
+        q, k, v = rotate(packed, heads, rotary, in_place=self.reads_packed)
+        return self(layer, q, k, v)
+
     @abstractmethod
     def through_layer(
         self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -200,14 +209,14 @@ class FusedAttention:
     ) -> torch.Tensor:
         """``[rows, width]`` to add to the residual stream."""
         packed = linear(self.qkv, x)
-        heads = self.layer.num_heads
         if rotary is not None:
-            q, k, v = rotate(packed, heads, rotary, in_place=attend.reads_packed)
-        else:
-            parts = packed.chunk(3, dim=-1)
-            if self.q_norm is not None and self.k_norm is not None:
-                parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
-            q, k, v = (part.unflatten(-1, (heads, -1)) for part in parts)
+            output = attend.on_projection(self.layer, packed, rotary)
+            return linear(self.proj, output)
+        parts = packed.chunk(3, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            parts = (self.q_norm(parts[0]), self.k_norm(parts[1]), parts[2])
+        heads = self.layer.num_heads
+        q, k, v = (part.unflatten(-1, (heads, -1)) for part in parts)
         return linear(self.proj, attend(self.layer, q, k, v))
 
 

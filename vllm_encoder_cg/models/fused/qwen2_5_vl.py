@@ -26,6 +26,7 @@ from vllm_encoder_cg.models.fused.modules import (
     Norm,
     expect,
 )
+from vllm_encoder_cg.models.fused.windows import WindowAttention
 
 
 class FusedQwen25Vision:
@@ -69,13 +70,14 @@ class FusedQwen25Vision:
             ),
             keep_finite=keep_finite,
         )
-        windows = SequenceAttention(
+        windows = WindowAttention(
             layer,
             AttentionArguments(
                 encoder_metadata["cu_window_seqlens"],
                 encoder_metadata["max_seqlen_window"],
                 encoder_metadata["sequence_lengths_window"],
             ),
+            (tower.window_size // tower.patch_size) ** 2,
             keep_finite=keep_finite,
         )
         normed = run_blocks(

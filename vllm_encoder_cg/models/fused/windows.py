@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention inside windows so small that each is one tile."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_encoder_cg import kernels
+from vllm_encoder_cg.models.attention_tables import AttentionArguments
+from vllm_encoder_cg.models.fused.attention import Rotary, SequenceAttention
+from vllm_encoder_cg.models.fused.modules import is_exactly
+
+_MAX_ROWS = 64
+"""What ``kernels.window_attention`` holds; read from there it would need Triton."""
+
+
+class WindowAttention(SequenceAttention):
+    """Rotates and attends in one kernel where it can; else as its base.
+
+    Args:
+        rows: of the largest window.
+    """
+
+    direct_windows: ClassVar[bool] = True
+    """Whether to use that kernel."""
+
+    def __init__(
+        self,
+        layer: Any,
+        arguments: AttentionArguments,
+        rows: int,
+        *,
+        keep_finite: bool,
+    ) -> None:
+        super().__init__(layer, arguments, keep_finite=keep_finite)
+        self._in_one_tile = (
+            self.direct_windows
+            and rows <= _MAX_ROWS
+            and not keep_finite
+            and is_exactly(layer, "MMEncoderAttention")
+            and layer.attn_backend.name in ("FLASH_ATTN", "TRITON_ATTN")
+            and not getattr(layer, "fp8_enabled", False)
+            and kernels.is_available(self.starts.device)
+        )
+
+    def on_projection(
+        self, layer: Any, packed: torch.Tensor, rotary: Rotary
+    ) -> torch.Tensor:
+        if not self._in_one_tile or packed.dtype not in (torch.bfloat16, torch.float16):
+            return super().on_projection(layer, packed, rotary)
+        from vllm_encoder_cg.kernels.window_attention import window_attention
+
+        return window_attention(
+            packed, rotary.cos, rotary.sin, layer.num_heads, self.starts, layer.scale
+        )
