@@ -104,7 +104,7 @@ def compare_fused() -> None:
         torch.device("cpu"),
         rows=(5,),
         widths=(20,),
-        heads=((3, 20), (2, 16)),
+        heads=((3, 20),),
         mlp_widths=(40,),
     )
     wrong = [check for check in found if not check["ok"]]

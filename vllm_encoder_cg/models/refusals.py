@@ -85,7 +85,7 @@ def fusion_refusal(device: torch.device, vllm_config: Any) -> str | None:
 
     if device.type != "cpu" and not kernels.is_available(device):
         return f"there are no kernels for {device.type} here (NVIDIA GPUs, with Triton)"
-    if envs.VLLM_BATCH_INVARIANT:
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return "VLLM_BATCH_INVARIANT asks for vLLM's own kernels"
     if getattr(vllm_config.compilation_config, "compile_mm_encoder", False):
         return "compile_mm_encoder has the encoder's blocks compiled"
