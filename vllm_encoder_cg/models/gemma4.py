@@ -370,7 +370,7 @@ def _copy(
 ) -> int:
     """Copies the rows of the items at `indices`; returns how many."""
     if isinstance(source, torch.Tensor):
-        return copy_rows(source, offsets, indices, buffer)
+        return copy_rows(source, offsets, indices, buffer, cleared=0)
     rows = [row for i in indices for row in range(offsets[i], offsets[i + 1])]
     if len(rows) > len(buffer):
         raise ValueError(

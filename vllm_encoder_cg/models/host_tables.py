@@ -116,7 +116,8 @@ def copy_rows(
         source: ``[rows, ...]``.
         offsets: item i has the rows ``offsets[i] : offsets[i + 1]``.
         buffer: ``[capacity rows, ...]``, written from row 0.
-        cleared: rows to clear behind those that are written.
+        cleared: rows to clear behind those that are written; 0 where rows do not
+            look at each other.
 
     Attention kernels read whole tiles of values, also beyond the last sequence,
     and multiply what does not belong to it by zero; so rows that may have been left
@@ -148,7 +149,7 @@ def copy_rows(
         for start, stop in ranges:
             begin, end = end, end + stop - start
             buffer[begin:end].copy_(source[start:stop], non_blocking=True)
-    if written < capacity and buffer.is_floating_point():
+    if cleared and written < capacity and buffer.is_floating_point():
         buffer[written : written + cleared].zero_()
     return written
 

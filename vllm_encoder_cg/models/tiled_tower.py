@@ -2,10 +2,10 @@
 """Towers that take images as square tiles of one fixed size.
 
 A tile gives a constant number of output rows and never looks at another tile,
-so a graph is fixed by its number of tiles, zeros are harmless padding, and
-there are no tables.  Shared here: capacities in whole tiles, buffers, filling,
-eager calls and sample input.  An architecture's adapter says what its tiles
-are, where a batch keeps them and how its tower is called.
+so a graph is fixed by its number of tiles, unused ones are harmless whatever they
+hold, and there are no tables.  Shared here: capacities in whole tiles, buffers,
+filling, eager calls and sample input.  An architecture's adapter says what its
+tiles are, where a batch keeps them and how its tower is called.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class TiledTowerAdapter(EncoderAdapter):
     ) -> None:
         tiles: Tiles = batch.payload.tiles[shape.key.path]
         buffer = buffers[self.kinds[shape.key.path].buffer]
-        copy_rows(tiles.pixels, tiles.offsets, indices, buffer, len(buffer))
+        copy_rows(tiles.pixels, tiles.offsets, indices, buffer, cleared=0)
 
     def forward(
         self, buffers: dict[str, torch.Tensor], shape: GraphShape
