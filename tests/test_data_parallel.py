@@ -84,6 +84,17 @@ def test_equals_a_single_rank(
         assert min(own) >= (1 if count > 1 else 0)
 
 
+@pytest.mark.parametrize(("architecture", "mode"), ENCODERS[:4])
+def test_fused_equals_a_single_rank(
+    architecture: str, mode: str, outcomes: Outcomes
+) -> None:
+    """Sharded linears keep their own forward, which communicates."""
+    for of in outcomes:
+        outcome = of[architecture, mode, "fused"]
+        assert outcome.error is not None and outcome.error < TOLERANCE
+        assert outcome.replayed and not outcome.eager
+
+
 @pytest.mark.parametrize(("architecture", "mode"), ENCODERS)
 def test_outputs_stay_as_they_are(
     architecture: str, mode: str, outcomes: Outcomes

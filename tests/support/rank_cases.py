@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from tests.support.fused import fused
 from tests.support.small_towers import small_deepseek_ocr
 from vllm_encoder_cg.planner import Plan
 from vllm_encoder_cg.self_check import Mismatch, relative_norm
@@ -162,6 +163,10 @@ def encode_on_rank(
             for name, (mm_kwargs, references) in batches.items():
                 outcomes[architecture, mode, name] = on_rank.run(mm_kwargs, references)
             outcomes[architecture, mode, "changed"] = on_rank.kept_outputs_changed()
+            if manager.adapter.fusion_refusal() is None:
+                given = batches["videos"]
+                with fused(manager.adapter):
+                    outcomes[architecture, mode, "fused"] = on_rank.run(*given)
             if architecture == QWEN3:
                 embeds = {"image_embeds": torch.zeros(4, 8)}
                 given = on_rank.manager.execute(
