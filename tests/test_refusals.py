@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be captured is left to vLLM from the start, with a reason."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.small_encoders import ARCHITECTURES, SmallEncoders, ordinary_images
+from vllm_encoder_cg.manager import EncoderCudaGraphManager
+
+
+def make_manager(base: EncoderCudaGraphManager, **changes: Any) -> Any:
+    """Another manager for the model of `base`, under another configuration."""
+    config = copy.copy(base.vllm_config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return EncoderCudaGraphManager(config, base.device, base.dtype, base.model)
+
+
+def assert_left_to_vllm(manager: EncoderCudaGraphManager, *words: str) -> None:
+    assert not manager.active and manager.get_num_graphs_to_capture() == 0
+    assert all(word in (manager.inactive_reason or "") for word in words)
+    assert not manager.supports_modality("image")
+    manager.capture()
+    assert not manager.is_captured()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_lora_on_the_tower(architecture: str, small_encoders: SmallEncoders) -> None:
+    """Its adapters follow the order of requests, which packing changes."""
+    base = small_encoders.get(architecture)
+    lora = SimpleNamespace(enable_tower_connector_lora=True)
+    manager = make_manager(base, lora_config=lora)
+    assert_left_to_vllm(manager, "LoRA", "enable_tower_connector_lora")
+    assert manager.execute(ordinary_images(base)) is None
+
+
+def test_lora_on_the_language_model_alone_changes_nothing(
+    small_encoders: SmallEncoders,
+) -> None:
+    base = small_encoders.get("Gemma3ForConditionalGeneration")
+    lora = SimpleNamespace(enable_tower_connector_lora=False)
+    assert make_manager(base, lora_config=lora).active
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fp8_attention(architecture: str, small_encoders: SmallEncoders) -> None:
+    """It keeps scales that graphs do not advance."""
+    base = small_encoders.get(architecture)
+    model_config = copy.copy(base.vllm_config.model_config)
+    model_config.multimodal_config = copy.copy(model_config.multimodal_config)
+    model_config.multimodal_config.mm_encoder_attn_dtype = "fp8"
+    manager = make_manager(base, model_config=model_config)
+    assert_left_to_vllm(manager, "fp8", "--mm-encoder-attn-dtype")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_tower_that_is_not_loaded(
+    architecture: str, small_encoders: SmallEncoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its modalities limited to 0: vLLM puts a placeholder there."""
+    base = small_encoders.get(architecture)
+    placeholder = type("StageMissingLayer", (torch.nn.Module,), {})()
+    name = base.adapter.tower_attribute  # type: ignore[attr-defined]
+    monkeypatch.setitem(base.model._modules, name, placeholder)
+    assert_left_to_vllm(make_manager(base), "not loaded")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_that_its_adapter_does_not_know(
+    architecture: str, small_encoders: SmallEncoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another vLLM has built it otherwise: said, and left alone."""
+    base = small_encoders.get(architecture)
+
+    def fail(self: Any) -> None:
+        raise AttributeError("the tower has no blocks")
+
+    monkeypatch.setattr(type(base.adapter), "unsupported_reason", fail)
+    assert_left_to_vllm(make_manager(base), "cannot read it", "no blocks")
