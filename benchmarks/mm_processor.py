@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from typing import Any
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 WAYS = ("eager", "in-tree", "ours")
+_ACTIVE = re.compile(r"vllm-encoder-cg \S+ active for")
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,11 @@ def run(
     )
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-4000:])
+    active = bool(_ACTIVE.search(done.stdout + done.stderr))
+    if active != (way == "ours"):
+        raise RuntimeError(
+            f"this package's graphs are {'' if active else 'not '}active"
+        )
     measured = json.loads(output.read_text())
     forward = measured["mm_processor_stats"]["encoder_forward_ms"]
     return {
@@ -176,7 +183,6 @@ def run(
         "mean_encoder_forward_ms": forward["mean"],
         "median_encoder_forward_ms": forward["median"],
         "p99_encoder_forward_ms": forward.get("p99") or forward["p99.0"],
-        "graphs_active": " active for " in done.stdout + done.stderr,
     }
 
 
