@@ -89,25 +89,17 @@ class EncoderCudaGraphManager:
         """What items are shared by; None: by input size."""
         self._failed = False
         if self.active:
-            self.config = self.adapter.config()
-            self.budgets = self._resolve_budgets()
-            self.token_budgets = list(self.budgets.token_budgets)
-            self._shapes = choose_shapes(
-                self.adapter, self.config, self.budgets, self.settings.max_graphs
-            )
-            self._ranks = EncoderRanks.from_config(vllm_config)
-            self._check = self._make_check()
-            self._gather = EmbeddingGather(
-                self._ranks, self.config.out_hidden_size, dtype, self.device
-            )
-            self._reporter = Reporter(
-                vllm_config,
-                self.settings,
-                self.stats,
-                speaks_for_all=self._ranks.rank == 0,
-                share_items=self._ranks.share_items,
-            )
-        else:
+            try:
+                self._set_up()
+            except ValueError:  # a setting, which the user can correct
+                raise
+            except Exception as error:
+                # The model is not what the adapter knows; the server starts all
+                # the same.
+                self.inactive_reason = (
+                    f"its adapter cannot describe it: {type(error).__name__}: {error}"
+                )
+        if not self.active:
             self.token_budgets = []
             self._shapes = []
             logger.info(
@@ -115,6 +107,27 @@ class EncoderCudaGraphManager:
                 type(model).__name__,
                 self.inactive_reason,
             )
+
+    def _set_up(self) -> None:
+        """What is known of the graphs before they are captured."""
+        self.config = self.adapter.config()
+        self.budgets = self._resolve_budgets()
+        self.token_budgets = list(self.budgets.token_budgets)
+        self._shapes = choose_shapes(
+            self.adapter, self.config, self.budgets, self.settings.max_graphs
+        )
+        self._ranks = EncoderRanks.from_config(self.vllm_config)
+        self._check = self._make_check()
+        self._gather = EmbeddingGather(
+            self._ranks, self.config.out_hidden_size, self.dtype, self.device
+        )
+        self._reporter = Reporter(
+            self.vllm_config,
+            self.settings,
+            self.stats,
+            speaks_for_all=self._ranks.rank == 0,
+            share_items=self._ranks.share_items,
+        )
 
     def _make_check(self) -> SelfCheck:
         return SelfCheck(
