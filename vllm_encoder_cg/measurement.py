@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -42,7 +42,7 @@ own launches and begins to grow."""
 _EAGER_PENALTY = 1.005
 """Where both take the same time, a graph spares the host."""
 _ENOUGH_MS = 20.0
-"""A time is not measured again after so long in all."""
+"""After so many per call, calls are not timed again."""
 _MOST_REPEATS = 5
 
 
@@ -83,22 +83,25 @@ def measure_costs(
     eager_ms: dict[str, dict[int, float]] = {}
     for group in _by_path_and_axis(list(graphs.graphs)).values():
         with_eager = _keys_for_eager(group)
-        last = 0, 0.0
-        for key in _keys_for_replays(group, with_eager):
-            batch = _cost_batch(adapter, graphs, key)
-            if batch is None:
+        small, larger = _keys_for_replays(group)
+        samples = {}
+        for key in (*small, *larger, *with_eager):
+            sample = _cost_sample(adapter, graphs, key)
+            if sample is None:
                 return None
-            indices = _items_on_path(batch.specs, key.path)
-            replay = _replay_call(adapter, graphs, key, batch, indices)
+            samples[key] = sample
+        # In turn, since neighbours are compared with each other.
+        calls = [samples[key].replay for key in small]
+        replay_ms |= zip(small, _time_in_turn(calls, ranks), strict=True)
+        for key in larger:
             if key not in with_eager:
-                (replay_ms[key],) = _time_in_turn([replay], ranks)
-                continue
-            eager = _eager_call(adapter, key, batch, indices)
-            replay_ms[key], time_ms = _time_in_turn([replay, eager], ranks)
-            tokens = sum(
-                batch.specs[i].get_path_output_tokens(key.path) for i in indices
-            )
-            last = tokens, time_ms * _EAGER_PENALTY
+                replay_ms[key] = _time(samples[key].replay, ranks)
+        last = 0, 0.0
+        for key in with_eager:
+            sample = samples[key]
+            ms, time_ms = _time_in_turn([sample.replay, sample.eager], ranks)
+            replay_ms.setdefault(key, ms)
+            last = sample.tokens, time_ms * _EAGER_PENALTY
             _keep_least(eager_ms.setdefault(key.path, {}), *last)
         # What is larger is bound by the GPU, and takes longer by as much as a replay
         # does.
@@ -169,17 +172,12 @@ def _keys_for_eager(group: Sequence[GraphKey]) -> list[GraphKey]:
 
 
 def _keys_for_replays(
-    group: Sequence[GraphKey], with_eager: Sequence[GraphKey]
-) -> list[GraphKey]:
-    """Those whose replay is timed, the smallest first."""
+    group: Sequence[GraphKey],
+) -> tuple[list[GraphKey], list[GraphKey]]:
+    """Those whose replay is timed: small ones, and larger ones."""
     small = [k for k in group if k.token_budget <= _ALL_UP_TO_TOKENS]
     larger = [k for k in group if _ALL_UP_TO_TOKENS < k.token_budget <= _LARGEST_TOKENS]
-    chosen = {
-        *_spread(small, _SMALL_REPLAYS),
-        *_spread(larger, _LARGER_REPLAYS),
-        *with_eager,
-    }
-    return sorted(chosen, key=lambda key: key.token_budget)
+    return _spread(small, _SMALL_REPLAYS), _spread(larger, _LARGER_REPLAYS)
 
 
 def _spread(keys: Sequence[GraphKey], count: int) -> list[GraphKey]:
@@ -190,11 +188,28 @@ def _spread(keys: Sequence[GraphKey], count: int) -> list[GraphKey]:
     return [keys[round(i * step)] for i in range(count)]
 
 
-def _cost_batch(
+@dataclass(frozen=True)
+class _CostSample:
+    """One batch, by graph and eagerly."""
+
+    tokens: int
+    replay: Call
+    eager: Call
+
+
+def _cost_sample(
     adapter: EncoderAdapter, graphs: GraphSet, key: GraphKey
-) -> EncoderBatch | None:
+) -> _CostSample | None:
     mm_kwargs = adapter.cost_sample(graphs.shapes[key])
-    return None if mm_kwargs is None else adapter.parse(mm_kwargs)
+    batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
+    if batch is None:
+        return None
+    indices = _items_on_path(batch.specs, key.path)
+    return _CostSample(
+        sum(batch.specs[i].get_path_output_tokens(key.path) for i in indices),
+        _replay_call(adapter, graphs, key, batch, indices),
+        lambda: adapter.eager(batch, indices, key.path),
+    )
 
 
 def _replay_call(
@@ -205,12 +220,6 @@ def _replay_call(
     indices: Sequence[int],
 ) -> Call:
     return lambda: graphs.replay(key, adapter, batch, indices)
-
-
-def _eager_call(
-    adapter: EncoderAdapter, key: GraphKey, batch: EncoderBatch, indices: Sequence[int]
-) -> Call:
-    return lambda: adapter.eager(batch, indices, key.path)
 
 
 def _items_on_path(specs: Sequence[EncoderItemSpec], path: str) -> list[int]:
@@ -225,7 +234,7 @@ def _time(call: Call, ranks: EncoderRanks) -> float:
 
 def _time_in_turn(calls: Sequence[Call], ranks: EncoderRanks) -> list[float]:
     """Median milliseconds of synchronised calls, each after one that does not count;
-    fewer repeats where they take long."""
+    fewer rounds where they take long."""
     times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
         for call in calls:
