@@ -27,6 +27,7 @@ from vllm_encoder_cg.graphs import (
 )
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.memory_meter import MemoryMeter, peak_bytes
+from vllm_encoder_cg.progress import track
 from vllm_encoder_cg.ranks import EncoderRanks
 
 logger = init_logger(__name__)
@@ -236,7 +237,7 @@ def capture_graphs(
     memory = MemoryMeter(device)
     limit = _MemoryLimit(memory_limit_bytes)
     warm_ups = _WarmUps(adapter, ranks)
-    for shape in shapes:
+    for shape in track(shapes, "Capturing encoder CUDA graphs", ranks.rank == 0):
         if not limit.admits(shape.key):
             continue
         result.shapes[shape.key] = shape

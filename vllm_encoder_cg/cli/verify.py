@@ -15,6 +15,7 @@ from vllm_encoder_cg.cli.output import (
     fail,
     make_table,
     percent,
+    progress_bar,
     write_json,
     yes,
 )
@@ -202,9 +203,9 @@ def _parse_budgets(text: str | None) -> tuple[int, ...]:
 
 def _run(verifier: Any, cases: list[Case]) -> list[CaseResult]:
     results = []
-    with console.status("") as status:
+    with progress_bar(len(cases)) as begin:
         for case in cases:
-            status.update(case.name)
+            begin(case.name)
             results.append(verifier.run(case))
     return results
 
