@@ -40,6 +40,8 @@ class CostFileError(ValueError):
 
 def _hashable(value: Any) -> Hashable:
     """JSON has lists where keys are tuples."""
+    if isinstance(value, dict):
+        raise ValueError("an axis key is no object")
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
