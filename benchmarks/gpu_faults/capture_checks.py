@@ -81,16 +81,17 @@ def assert_random_numbers(figures: dict[str, Any]) -> None:
 
 
 def run_fault(context: Context, fault: Fault, *budgets: int) -> None:
-    """A fault at some budgets, twice: the second time takes no more memory."""
+    """A fault at some budgets, three times: the last takes no more memory than the
+    one before, by which libraries have their workspaces."""
     base = context.encoders.get()
     used = []
-    for _ in range(2):
+    for _ in range(3):
         manager = variant(base, adapter=failing(fault, *budgets))
         assert_the_rest_serves(manager, len(budgets), context.figures)
         del manager
         used.append(used_memory())
-    context.figures["leak_mib"] = (used[1] - used[0]) / MIB
-    assert used[1] - used[0] <= 8 * MIB, "memory is not given back"
+    context.figures["leak_mib"] = (used[2] - used[1]) / MIB
+    assert used[2] - used[1] <= 8 * MIB, "memory is not given back"
 
 
 @check("capture: out of memory at the third of eight budgets")
