@@ -15,8 +15,10 @@ import pytest
 
 from vllm_encoder_cg.cost_file import CostFile, MeasuredEncoder, write_costs
 from vllm_encoder_cg.costs import MeasuredCosts
-from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.definitions import EncoderItemSpec, GraphKey
 from vllm_encoder_cg.settings import CompilationFields
+from vllm_encoder_cg.trace import TraceHeader, TracePath
+from vllm_encoder_cg.trace_writer import TraceWriter
 
 HEADER = {
     "format": "vllm-encoder-cg-trace",
@@ -84,6 +86,34 @@ def test_a_trace(trace: Path, tmp_path: Path) -> None:
     for name in ladders:
         assert name in result.stdout
     assert "<svg" in figure.read_text()
+
+
+def test_what_a_server_recorded(tmp_path: Path) -> None:
+    """Two processes wrote; one pattern names both files."""
+    header = TraceHeader(
+        format="vllm-encoder-cg-trace",
+        version=1,
+        architecture="DeepseekOCRForCausalLM",
+        min_tokens=273,
+        max_tokens=8192,
+        paths={"global": TracePath(granularity=273), "local": TracePath(100)},
+    )
+    page = EncoderItemSpec(7000, 880, {"global": 273, "local": 600})
+    icon = EncoderItemSpec(1000, 273, {"global": 273, "local": 0})
+    for batch in ([page], [page, icon]):
+        writer = TraceWriter(str(tmp_path / "trace.jsonl"), 2**20, header)
+        writer.add("image", batch)
+        writer.flush()
+    results = tmp_path / "plan.json"
+    result = run(str(tmp_path / "trace.*.jsonl"), "--json", str(results))
+    assert result.returncode == 0, result.stderr
+    content = json.loads(results.read_text())
+    assert content["architecture"] == "DeepseekOCRForCausalLM"
+    assert content["compilation_config"]["encoder_cudagraph_token_budgets"] == [
+        *(273, 546, 600)
+    ]
+    assert content["ladders"][0]["hit_rate"] == 1.0
+    assert content["ladders"][0]["padding"] == 0.0
 
 
 def test_a_mix_with_more_memory(tmp_path: Path) -> None:
