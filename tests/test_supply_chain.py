@@ -217,6 +217,18 @@ def test_a_trace_with_anything_in_it(
     except TraceError as error:
         assert str(file) in str(error)
         return
-    assert trace.items >= 0 and all(
-        min(b.tokens, default=0) >= 0 for b in trace.batches
-    )
+    assert all(min(batch.tokens, default=0) >= 0 for batch in trace.batches)
+
+
+def test_what_is_changed_above_is_read_as_it_is(file: Path) -> None:
+    file.write_text(json.dumps(COSTS))
+    assert read_costs(file).costs().replay_ms
+    file.write_text("".join(json.dumps(each) + "\n" for each in TRACE_LINES))
+    assert read_trace(file).items == 2
+
+
+def test_an_axis_key_that_is_no_key(file: Path) -> None:
+    graph = {"path": "default", "token_budget": 64, "axis_keys": [{}], "ms": 1.0}
+    file.write_text(json.dumps(COSTS | {"replays": [graph]}))
+    with pytest.raises(CostFileError, match="axis_keys"):
+        read_costs(file)
