@@ -130,6 +130,37 @@ def test_measured_times_decide() -> None:
     assert outcome.eager_calls == 1
 
 
+def test_a_larger_graph_that_is_faster_is_proposed() -> None:
+    costs = MeasuredCosts(
+        {
+            GraphKey("default", b): ms
+            for b, ms in ((64, 2), (300, 5), (320, 4), (512, 6))
+        },
+        {"default": {1: 20.0, 4000: 40.0}},
+    )
+    traffic = images((300,), (290,), (64,))
+    proposed, _ = propose(traffic, ProposalLimits(2), costs, estimate_memory())
+    assert proposed.budgets["default"] == (64, 320)
+
+
+@settings(max_examples=30)
+@given(
+    TRAFFIC,
+    st.dictionaries(st.sampled_from(range(64, 4097, 64)), st.floats(1, 50), min_size=2),
+)
+def test_uneven_times_do_no_harm(traffic: Traffic, replay_ms: dict[int, float]) -> None:
+    costs = MeasuredCosts(
+        {GraphKey("default", budget): ms for budget, ms in replay_ms.items()},
+        {"default": {1: 100.0, 4096: 200.0}},
+    )
+    proposed, outcome = propose(traffic, ProposalLimits(64), costs, estimate_memory())
+    for known in known_ladders(traffic).values():
+        if known.graphs <= 64:
+            other = simulate(traffic, known, costs)
+            assert outcome.cost <= other.cost + 1e-6
+    assert proposed.max_items <= proposed.budgets["default"][0]
+
+
 def test_paths_have_one_list() -> None:
     batches = {((273, 300),): 2.0, ((273, 0),): 1.0}
     traffic = Traffic(batches, 273, 8192, {"global": 273, "local": 100})

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 Cost = Callable[[int], float]
-"""Of a number of tokens, at least 1; finite, and not lower for more tokens."""
+"""Of a number of tokens, at least 1; finite, and not lower for more tokens.  Where a
+larger graph is faster, the cost of the fastest that holds the tokens is."""
 
 # Each further candidate makes the search slower, and a grid of so many points is
 # finer than any padding that shows.

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -173,15 +175,17 @@ def propose(
     ]
     tried = [(ladder, simulate(traffic, ladder, costs)) for ladder in candidates]
     seen: set[tuple[int, ...]] = set()
+    replays = {path: _CheapestReplay(path, costs, largest) for path in traffic.paths}
     for _ in range(_ROUNDS):
-        choice = choose_budgets(_priced(demands, costs), search)
+        choice = choose_budgets(_priced(demands, replays, costs), search)
         if not choice.budgets or choice.budgets in seen:
             break
         seen.add(choice.budgets)
-        ladder = Ladder(dict.fromkeys(traffic.paths, choice.budgets), max_items)
-        outcome = simulate(traffic, ladder, costs)
-        tried.append((ladder, outcome))
-        demands = outcome.demands
+        for budgets in _variants(choice.budgets, list(replays.values())):
+            ladder = Ladder(dict.fromkeys(traffic.paths, budgets), max_items)
+            if memory_of(ladder, memory) <= bytes_allowed:
+                tried.append((ladder, simulate(traffic, ladder, costs)))
+        demands = tried[-1][1].demands
     useful = [entry for entry in tried if entry[1].replays]
     if not useful:
         raise ValueError(
@@ -258,17 +262,62 @@ def _allowed(
     )
 
 
-def _priced(
-    demands: Mapping[str, Mapping[int, float]], costs: CostModel
-) -> list[Demands]:
-    def of_path(path: str) -> Demands:
-        return Demands(
-            demands[path],
-            lambda budget: costs.replay_cost(GraphKey(path, budget)),
-            lambda tokens: costs.eager_cost(path, tokens),
-        )
+class _CheapestReplay:
+    """The cheapest graph that holds a number of tokens, which may be a larger one:
+    matrix products of some sizes are slower than of larger ones."""
 
-    return [of_path(path) for path in demands]
+    def __init__(self, path: str, costs: CostModel, largest: int) -> None:
+        self._path, self._costs = path, costs
+        # Between two measured budgets a time is interpolated, so that none is
+        # lower there than at both.
+        measured = {
+            key.token_budget
+            for key in getattr(costs, "replay_ms", ())
+            if key.path == path and key.token_budget <= largest
+        }
+        self._measured = sorted(measured)
+        self._best = [
+            min(self._measured[i:], key=self._cost) for i in range(len(self._measured))
+        ]
+
+    def _cost(self, budget: int) -> float:
+        return self._costs.replay_cost(GraphKey(self._path, budget))
+
+    def budget(self, tokens: int) -> int:
+        """Of that graph."""
+        i = bisect_left(self._measured, tokens)
+        if i == len(self._best):
+            return tokens
+        return min(tokens, self._best[i], key=self._cost)
+
+    def cost(self, tokens: int) -> float:
+        """Of one replay of it; not lower for more tokens."""
+        return self._cost(self.budget(tokens))
+
+
+def _priced(
+    demands: Mapping[str, Mapping[int, float]],
+    replays: Mapping[str, _CheapestReplay],
+    costs: CostModel,
+) -> list[Demands]:
+    return [
+        Demands(
+            demands[path],
+            replays[path].cost,
+            functools.partial(costs.eager_cost, path),
+        )
+        for path in demands
+    ]
+
+
+def _variants(
+    budgets: tuple[int, ...], replays: Sequence[_CheapestReplay]
+) -> list[tuple[int, ...]]:
+    """`budgets`, and where each is replaced by a cheaper larger one, those."""
+    cheapest = {replay.budget(b) for b in budgets for replay in replays}
+    if len(cheapest) > len(budgets) or cheapest == set(budgets):
+        return [budgets]
+    return [budgets, tuple(sorted(cheapest))]
 
 
 def _round_up(value: int, multiple: int) -> int:
