@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from benchmarks.record_verified import entry_of, refusal
@@ -30,6 +31,7 @@ from vllm_encoder_cg.models.verified import (
     read_verified,
     write_verified,
 )
+from vllm_encoder_cg.verification import TOLERANCE
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TORCH_SDPA")
 
@@ -83,7 +85,9 @@ def test_verified_entries_are_of_known_models_and_small_errors() -> None:
     assert len({e.key for e in entries}) == len(entries)
     for verified in entries:
         assert verified.architecture in known
-        assert verified.worst_error < (1e-4 if verified.dtype == "float32" else 2e-2)
+        # Twice as much where eager differs from itself by nearly as much.
+        tolerance = 2 * TOLERANCE[getattr(torch, verified.dtype)]
+        assert verified.worst_error <= tolerance
         assert verified.backends and verified.cases
 
 
