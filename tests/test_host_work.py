@@ -19,19 +19,8 @@ from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 
 #: Launch nothing; the last two belong to ``tolist`` of a tensor on the host.
-VIEWS = {
-    *(
-        "slice",
-        "split",
-        "split_with_sizes",
-        "view",
-        "alias",
-        "detach",
-        "select",
-        "flatten",
-    ),
-    *("resolve_conj", "resolve_neg"),
-}
+VIEWS = {"slice", "split", "split_with_sizes", "view", "flatten", "alias", "detach"}
+VIEWS |= {"resolve_conj", "resolve_neg"}
 
 
 class Launches(TorchDispatchMode):
