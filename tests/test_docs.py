@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -111,7 +112,20 @@ def test_the_site_builds_with_results_and_asks_no_network(
     run.mkdir(parents=True)
     (run / "README.md").write_text("# Some card\n\n![figure](figure.png)\n")
     (run / "figure.png").write_bytes(b"\x89PNG")
-    (run / "summary.json").write_text("[]")
+    records = [
+        {
+            "kind": "cases",
+            "architecture": "SomeModel",
+            "backend": "FLASH_ATTN",
+            "device": "Some card",
+            "case": case,
+            "way": way,
+            "median_encoder_forward_ms": ms,
+        }
+        for case, ours, eager in (("a", 2.0, 8.0), ("b", 4.0, 4.0))
+        for way, ms in (("ours", ours), ("eager", eager))
+    ]
+    (run / "summary.json").write_text(json.dumps(records))
     monkeypatch.setattr(docs_hooks, "RESULTS", tmp_path / "results")
     site = tmp_path / "site"
     config = load_config(
@@ -122,7 +136,9 @@ def test_the_site_builds_with_results_and_asks_no_network(
     build(config)
     assert (site / "results" / "some-card" / "figure.png").is_file()
     assert not (site / "results" / "some-card" / "summary.json").exists()
-    assert "results/some-card" in (site / "benchmarks.html").read_text()
+    page_text = (site / "benchmarks.html").read_text()
+    assert "results/some-card" in page_text
+    assert "SomeModel" in page_text and "0.500 (1.000)" in page_text
     for page in site.rglob("*.html"):
         loaded = re.findall(
             r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)|"

@@ -128,7 +128,9 @@ def write_report(
     summary = folder / "summary.json"
     summary.write_text(json.dumps(records, indent=1) + "\n")
     tables = folder / "README.md"
-    head = f"```\n{command}\n```\n\n" if command else ""
+    head = "# Time of one encoder call\n\n"
+    if command:
+        head += f"```\n{command}\n```\n\n"
     shown = "".join(f"\n![{path.stem}]({path.name})\n" for path in figures)
     tables.write_text(head + "\n".join(map(markdown, benchmarks)) + shown)
     return [summary, tables]
