@@ -115,7 +115,7 @@ def log_lines() -> str:
 
 
 def _log_line(line: LogLine) -> str:
-    text = re.sub(r"%(\.\d)?[sdfe]|%\.2e", "…", line.message)
+    text = re.sub(r"%(\.\d)?[sdfe]", "…", line.message.partition("\n")[0])
     return (
         f"**`{text}`**\n\n"
         f"{line.level.replace('exception', 'error')}, `{line.module}`. "
