@@ -204,7 +204,7 @@ class _WarmUps:
                     "capture, as those after it now get: %s: %s",
                     shape.key,
                     type(error).__name__,
-                    error,
+                    str(error),
                 )
         recorded = recorder.record(forward, make_output)
         if key is not None:
@@ -264,7 +264,8 @@ def capture_graphs(
             "what it would have held runs eagerly: %s: %s",
             shape.key,
             type(error).__name__,
-            error,
+            # As text: whoever keeps the record must not keep tensors with it.
+            str(error),
         )
         del error
         memory.give_back()

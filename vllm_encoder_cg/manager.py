@@ -9,6 +9,7 @@ what a model's inputs look like is its adapter's business.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -405,9 +406,11 @@ class EncoderCudaGraphManager:
         # own path decides what this batch deserves.
         if not self._failed:
             self._failed = True
-            logger.exception(
+            # As text: whoever keeps the record must not keep tensors with it.
+            logger.error(
                 "Encoder CUDA graphs could not run a batch; it goes to the "
-                "model's own path (further failures are only counted)"
+                "model's own path (further failures are only counted)\n%s",
+                traceback.format_exc(),
             )
         items = 1 if batch is None else len(batch.specs)
         self._count_unshared(items, EagerReason.FAILED)
