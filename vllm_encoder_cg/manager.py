@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
+from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
@@ -89,6 +89,8 @@ class EncoderCudaGraphManager:
         self._rates: dict[str, PathRate] | None = None
         """What items are shared by; None: by input size."""
         self._failed = False
+        self.token_budgets: list[int] = []
+        self._shapes: list[GraphShape] = []
         if self.active:
             try:
                 self._set_up()
@@ -101,8 +103,7 @@ class EncoderCudaGraphManager:
                     f"its adapter cannot describe it: {type(error).__name__}: {error}"
                 )
         if not self.active:
-            self.token_budgets = []
-            self._shapes = []
+            self.token_budgets, self._shapes = [], []
             logger.info(
                 "Encoder CUDA graphs stay off for %s: %s",
                 type(model).__name__,
