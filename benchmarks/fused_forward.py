@@ -44,7 +44,7 @@ _PROFILED_REPLAYS = 10
 _KINDS = (
     ("rotary, q k v", ("rotate", "rotary")),
     ("residual, norm", ("add_norm", "layer_norm", "layernorm", "rms_norm", "rms")),
-    ("scheduling", ("prepare_varlen", "scheduler")),
+    ("scheduling", ("prepare_varlen",)),
     ("attention", ("flash", "fmha", "attention", "sdpa")),
     ("product", ("gemm", "nvjet", "cutlass", "gemv", "splitk", "cublas", "sm90_xmma")),
     ("activation", ("gelu", "activate", "silu", "act_and_mul", "sigmoid")),
@@ -463,8 +463,12 @@ def _time_steps(
         ],
         "attention through vLLM's layer": [mock.patch.object(Attend, "direct", False)],
         "nothing alongside": [mock.patch.object(Alongside, "run", _run_in_line)],
-        "windows by FlashAttention": [
+        "windows not in one tile": [
             mock.patch.object(WindowAttention, "direct_windows", False)
+        ],
+        "no short attention": [mock.patch.object(Attend, "short_rows", 0)],
+        "short attention up to 2048 rows": [
+            mock.patch.object(Attend, "short_rows", 2048)
         ],
         "kernels launched early": [mock.patch.object(launch, "early_launch", True)],
         "FlashAttention chooses its splits": [mock.patch.object(Attend, "splits", 0)],

@@ -58,7 +58,7 @@ def compare_all(
         # Triton's interpreter has no products of bfloat16.
         if dtype == torch.float16 or (device.type == "cuda" and dtype != torch.float32):
             for number, size in heads:
-                found += _check_windows(device, dtype, number, size)
+                found += _check_attention(device, dtype, number, size)
         if device.type == "cuda" and dtype != torch.float32:
             found += _check_epilogue(device, dtype)
     return [asdict(each) for each in found]
@@ -145,25 +145,36 @@ def _check_rotation(
         )
 
 
-def _check_windows(
+def _check_attention(
     device: torch.device, dtype: torch.dtype, heads: int, size: int
 ) -> Iterator[KernelCheck]:
+    from vllm_encoder_cg.kernels.short_attention import (
+        sequence_bounds,
+        short_attention,
+    )
     from vllm_encoder_cg.kernels.window_attention import window_attention
 
-    lengths = [64, 1, 16, 63, 0, 0]
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    rows = sum(lengths)
-    # More rows than belong to a sequence, which nothing must reach.
-    qkv = torch.randn((rows + 5, 3 * heads * size), device=device).to(dtype)
-    qkv[rows:] = torch.nan
-    angles = torch.randn((rows + 5, size // 2), device=device)
-    arguments = angles.cos(), angles.sin(), heads, starts.to(device), size**-0.5
-    yield _compare(
-        "window_attention",
-        f"{rows} x {heads} x {size}",
-        [window_attention(qkv, *arguments)[:rows]],
-        [reference.window_attention(qkv, *arguments)[:rows]],
-    )
+    angles = torch.randn((1024, size // 2), device=device)
+    # As complex factors hold them.
+    cos, sin = torch.stack((angles.cos(), angles.sin()), -1).unbind(-1)
+    for lengths in ([64, 1, 16, 63, 0, 0], [130, 1, 5, 0], [600]):
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        real = sum(lengths)
+        # More rows than belong to a sequence, which nothing must reach.
+        rows = real + 5
+        qkv = torch.randn((rows, 3 * heads * size), device=device).to(dtype)
+        qkv[real:] = torch.nan
+        tables, scale = (cos[:rows], sin[:rows]), size**-0.5
+        starts = starts.to(device)
+        case = f"{lengths} x {heads} x {size}"
+        expected = reference.rotated_attention(qkv, *tables, heads, starts, scale)
+        bounds = sequence_bounds(starts, rows)
+        result = short_attention(qkv, *tables, heads, bounds, scale)
+        yield _compare("short_attention", case, [result[:real]], [expected[:real]])
+        if max(lengths) <= 64:
+            flat_cos, flat_sin = (table.contiguous() for table in tables)
+            result = window_attention(qkv, flat_cos, flat_sin, heads, starts, scale)
+            yield _compare("window_attention", case, [result[:real]], [expected[:real]])
 
 
 def _check_activations(

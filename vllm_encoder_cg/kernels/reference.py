@@ -84,7 +84,7 @@ def _rotate(
     return rotated.to(x.dtype)
 
 
-def window_attention(
+def rotated_attention(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -92,8 +92,9 @@ def window_attention(
     starts: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """``kernels.window_attention.window_attention``; reads `starts` on the host, and
-    clears rows that belong to no sequence."""
+    """``kernels.window_attention.window_attention``, and ``short_attention`` with
+    `starts` in place of its bounds.  Reads `starts` on the host, and clears rows that
+    belong to no sequence."""
     parts = rotate_heads(qkv, cos, sin, heads)
     q, k, v = (part.transpose(0, 1) for part in parts)
     out = torch.zeros_like(q)

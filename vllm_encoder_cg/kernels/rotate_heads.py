@@ -15,6 +15,10 @@ import triton.language as tl
 
 from vllm_encoder_cg.kernels.launch import options
 
+_BLOCK = 1024
+_LONGEST_RUN = 8
+"""Elements of a load of 16 bytes."""
+
 
 @triton.jit
 def _rotate_kernel(
@@ -23,58 +27,68 @@ def _rotate_kernel(
     sin,
     out,
     row_total,
+    pairs,
     row_stride,
     out_row_stride,
     out_plane_stride,
-    cos_row_stride,
-    cos_column_stride,
+    COS_ROW_STRIDE: tl.constexpr,
+    COS_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     HALF: tl.constexpr = SIZE // 2
-    row = tl.program_id(0).to(tl.int64)
-    # The heads of q, then those of k.
-    head = tl.arange(0, BLOCK_HEADS)
-    half = tl.arange(0, BLOCK_HALF)
-    source = qkv + row * row_stride + head[:, None] * SIZE
-    target = out + row * out_row_stride
-    target += (head // HEADS * out_plane_stride + head % HEADS * SIZE)[:, None]
-    mask = (head < 2 * HEADS)[:, None] & (half < HALF)[None, :]
-    both = tl.arange(0, 2 * BLOCK_HALF)
-    whole = (head < 2 * HEADS)[:, None] & (both < SIZE)[None, :]
+    PLANE: tl.constexpr = HEADS * SIZE
+    # Pairs of all rows in one line, so that no lane is idle: those of q, then of k.
+    # A row has as many as it has values.  In runs that no head's end falls into, as
+    # the compiler sees from that how wide loads may be.
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    run = pair // RUN
+    row = (run // (PLANE // RUN)).to(tl.int64)
+    run = run % (PLANE // RUN)
+    head = run // (HALF // RUN)
+    column = run % (HALF // RUN) * RUN + pair % RUN
+    mask = pair < pairs
     dtype = out.dtype.element_ty
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    if HAS_TOTAL:  # noqa: SIM102 - decided when compiled
-        if row >= tl.load(row_total):
-            nothing = tl.zeros([BLOCK_HEADS, 2 * BLOCK_HALF], dtype)
-            tl.store(target + both[None, :], nothing, mask=whole)
-            value = qkv + row * row_stride + ((2 * HEADS + head) * SIZE)[:, None]
-            inside = (head < HEADS)[:, None] & (both < SIZE)[None, :]
-            tl.store(
-                value + both[None, :], nothing.to(qkv.dtype.element_ty), mask=inside
-            )
-            return
-    place = row * cos_row_stride + half * cos_column_stride
-    c = tl.load(cos + place, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + place, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+    real = mask
+    if HAS_TOTAL:
+        total = tl.load(row_total)
+        real = mask & (row < total)
+        value = qkv + row * row_stride + (2 * PLANE + run * RUN + pair % RUN)
+        nothing = tl.zeros([BLOCK], qkv.dtype.element_ty)
+        tl.store(value, nothing, mask=mask & (row >= total))
+    place = row * COS_ROW_STRIDE + column * COS_STRIDE
+    c = tl.load(cos + place, mask=real, other=0.0).to(tl.float32)
+    s = tl.load(sin + place, mask=real, other=0.0).to(tl.float32)
     if INTERLEAVED:
-        pairs = tl.load(source + both[None, :], mask=whole, other=0.0).to(tl.float32)
-        pairs = tl.reshape(pairs, [BLOCK_HEADS, BLOCK_HALF, 2])
-        first, second = tl.split(pairs)
+        element = tl.program_id(0) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        run2 = element // (2 * RUN)
+        row2 = (run2 // (PLANE // RUN)).to(tl.int64)
+        run2 = run2 % (PLANE // RUN)
+        mask2 = element < 2 * pairs
+        real2 = mask2
+        if HAS_TOTAL:
+            real2 = mask2 & (row2 < total)
+        within = run2 * (2 * RUN) + element % (2 * RUN)
+        both = tl.load(qkv + row2 * row_stride + within, mask=real2, other=0.0)
+        first, second = tl.split(tl.reshape(both.to(tl.float32), [BLOCK, 2]))
         rotated = tl.join(first * c - second * s, second * c + first * s)
-        rotated = tl.reshape(rotated, [BLOCK_HEADS, 2 * BLOCK_HALF])
-        tl.store(target + both[None, :], rotated.to(dtype), mask=whole)
+        rotated = tl.reshape(rotated, [2 * BLOCK]).to(dtype)
+        is_k = run2 // (PLANE // (2 * RUN))
+        target = out + row2 * out_row_stride + is_k * (out_plane_stride - PLANE)
+        tl.store(target + within, rotated, mask=mask2)
     else:
-        source += half[None, :]
-        target += half[None, :]
-        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        source = qkv + row * row_stride + (head * SIZE + column)
+        first = tl.load(source, mask=real, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
+        target = out + row * out_row_stride + (head % HEADS * SIZE + column)
+        target += head // HEADS * out_plane_stride
         tl.store(target, (first * c - second * s).to(dtype), mask=mask)
         tl.store(target + HALF, (second * c + first * s).to(dtype), mask=mask)
 
@@ -116,21 +130,24 @@ def rotate_heads(
         row_stride, plane_stride = out.stride(1), out.stride(0)
         q, k = out[0], out[1]
     assert cos.stride() == sin.stride()
-    _rotate_kernel[(rows,)](
+    pairs, half = rows * heads * size, size // 2
+    _rotate_kernel[(triton.cdiv(pairs, _BLOCK),)](
         qkv,
         cos,
         sin,
         out,
         cos if row_total is None else row_total,
+        pairs,
         qkv.stride(0),
         row_stride,
         plane_stride,
-        cos.stride(0),
-        cos.stride(1),
+        # Known when compiled, they say how wide loads may be.
+        COS_ROW_STRIDE=cos.stride(0),
+        COS_STRIDE=cos.stride(1),
         HEADS=heads,
         SIZE=size,
-        BLOCK_HEADS=triton.next_power_of_2(2 * heads),
-        BLOCK_HALF=triton.next_power_of_2(size // 2),
+        RUN=min(_LONGEST_RUN, half & -half),
+        BLOCK=_BLOCK,
         INTERLEAVED=interleaved,
         HAS_TOTAL=row_total is not None,
         num_warps=4,

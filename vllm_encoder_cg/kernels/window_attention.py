@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention inside short sequences, rotary embedding included, in one launch.
 
-Does what ``kernels.reference.window_attention`` does.  A sequence is one tile: its
+Does what ``kernels.reference.rotated_attention`` does.  A sequence is one tile: its
 rows are read from the packed projection, rotated in registers and attended at once,
 where a kernel for sequences of any length needs a schedule, and rows rotated before.
 Products take the projection's dtype and add up in float32, as FlashAttention does.
@@ -27,8 +27,8 @@ def _window_attention_kernel(
     starts,
     out,
     row_stride,
-    cos_row_stride,
     scale,
+    COS_ROW_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -47,7 +47,7 @@ def _window_attention_kernel(
     half = tl.arange(0, BLOCK_HALF)
     mask = (row < end)[:, None] & (half < HALF)[None, :]
     dtype = out.dtype.element_ty
-    table = row[:, None] * cos_row_stride + half[None, :]
+    table = row[:, None] * COS_ROW_STRIDE + half[None, :]
     c = tl.load(cos + table, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + table, mask=mask, other=0.0).to(tl.float32)
     long_row = row[:, None].to(tl.int64)
@@ -110,8 +110,9 @@ def window_attention(
         starts,
         out,
         qkv.stride(0),
-        cos.stride(0),
         scale,
+        # Known when compiled, it says how wide loads may be.
+        COS_ROW_STRIDE=cos.stride(0),
         HEADS=heads,
         SIZE=size,
         BLOCK_ROWS=MAX_ROWS,

@@ -384,7 +384,8 @@ class PackedTowerAdapter(FusableAdapter):
         # Triton compiles a kernel anew by what divides its sizes and the addresses
         # of the tables, which lie one behind the other.
         sizes = (shape.capacity.tokens, *shape.capacity.extra.values())
-        return tuple([(size % 16 == 0, size % 4, size == 1) for size in sizes])
+        divisors = tuple([(size % 16 == 0, size % 4, size == 1) for size in sizes])
+        return divisors, self.kernels_differ_by(shape.capacity.extra["rows"])
 
     def sample(self, shape: GraphShape, seed: int) -> dict[str, Any]:
         videos = "video" in self.pixel_keys

@@ -5,8 +5,9 @@ An ``Attend`` is made once per forward and serves all of its layers.  Where
 FlashAttention runs, it calls the kernel that vLLM's ``MMEncoderAttention`` wraps, on
 q, k and v as they lie in the projection, and leaves out what that wrapper does for
 each layer anew: clearing the output (rows behind the last sequence are cleared in q,
-k and v instead, see ``kernels.rotate_heads``), and making offsets.  Other backends
-are called through vLLM's layer.
+k and v instead, see ``kernels.rotate_heads``), and making offsets.  A graph of few
+rows, where FlashAttention's schedule takes as long as its attention, rotates and
+attends in one kernel of this package.  Other backends are called through vLLM's layer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ import torch
 from vllm_encoder_cg import kernels
 from vllm_encoder_cg.kernels import reference
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
-from vllm_encoder_cg.models.fused.modules import Norm, is_exactly, linear
+from vllm_encoder_cg.models.fused.modules import HALVES, Norm, is_exactly, linear
+
+_ROW_OFFSETS = ("FLASH_ATTN", "TRITON_ATTN")
+"""Backends whose ``cu_seqlens`` are rows."""
+_MAX_HEAD_SIZE = 128
+"""Whose blocks fit the shared memory of any GPU."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Attend(ABC):
     them.  0: as it chooses itself."""
     share_schedule: ClassVar[bool] = False
     """Whether FlashAttention 3 schedules once for all layers."""
+    short_rows: ClassVar[int] = 512
+    """Rows of a graph up to which ``kernels.short_attention`` is used instead."""
 
     def __init__(
         self,
@@ -67,16 +75,25 @@ class Attend(ABC):
         self.reads_packed = layer.attn_backend.name != "FLASHINFER"
         """Whether q and k may be read where they lie in the projection; cuDNN takes
         contiguous ones."""
-        self._flash: dict[str, Any] | None = None
-        if (
+        name = layer.attn_backend.name
+        known = (
             self.direct
             and is_exactly(layer, "MMEncoderAttention")
-            and layer.attn_backend.name == "FLASH_ATTN"
             and not getattr(layer, "fp8_enabled", False)
             and kernels.is_available(starts.device)
-        ):
+        )
+        self._flash: dict[str, Any] | None = None
+        if known and name == "FLASH_ATTN":
             self._flash = self._flash_arguments(layer, int(max_seqlen))
         self._make_output = torch.zeros if keep_finite else torch.empty
+        self.own_kernels = (
+            known
+            and name in _ROW_OFFSETS
+            and layer.head_size <= _MAX_HEAD_SIZE
+            and not keep_finite
+        )
+        """Whether this package's attention may take the place of the backend's."""
+        self._bounds: torch.Tensor | None = None
 
     def _flash_arguments(self, layer: Any, max_seqlen: int) -> dict[str, Any]:
         arguments = {
@@ -131,6 +148,19 @@ class Attend(ABC):
         """``[rows, heads x size]`` from a packed projection before rotation, which
         may be overwritten."""
         heads = layer.num_heads
+        if (
+            self.own_kernels
+            and len(packed) <= self.short_rows
+            and packed.dtype in HALVES
+            and not rotary.interleaved
+        ):
+            from vllm_encoder_cg.kernels import short_attention
+
+            if self._bounds is None:
+                self._bounds = short_attention.sequence_bounds(self.starts, len(packed))
+            return short_attention.short_attention(
+                packed, rotary.cos, rotary.sin, heads, self._bounds, layer.scale
+            )
         q, k, v = rotate(packed, heads, rotary, in_place=self.reads_packed)
         return self(layer, q, k, v)
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.models.fused.attention import Attend
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError
 from vllm_encoder_cg.models.refusals import fusion_refusal
 
@@ -29,6 +31,10 @@ class FusableAdapter(EncoderAdapter):
     def captured_tower(self) -> Any:
         """vLLM's tower, or the fused one where that is to be captured."""
         return self._fused if self.fused else self.tower
+
+    def kernels_differ_by(self, rows: int) -> Hashable:
+        """Equal for graphs whose captured forwards run the same kernels."""
+        return self.fused and rows <= Attend.short_rows
 
     def fusion_refusal(self) -> str | None:
         if self.fused_tower is None:

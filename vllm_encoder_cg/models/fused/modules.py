@@ -21,7 +21,8 @@ _LINEARS = (
     "ReplicatedLinear",
     "RowParallelLinear",
 )
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes of which the GPU makes products at full speed."""
 
 
 class FusionRefusedError(ValueError):
@@ -172,7 +173,7 @@ class Activation:
             and self.kind == "gelu_tanh"
             and is_plain(module)
             and module.bias is not None
-            and x.dtype in _HALVES
+            and x.dtype in HALVES
         ):
             # GELU in the product's epilogue, which is of the tanh kind on NVIDIA.
             return torch._addmm_activation(

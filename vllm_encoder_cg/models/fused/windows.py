@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_encoder_cg import kernels
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.attention import Rotary, SequenceAttention
-from vllm_encoder_cg.models.fused.modules import is_exactly
+from vllm_encoder_cg.models.fused.modules import HALVES
 
 _MAX_ROWS = 64
 """What ``kernels.window_attention`` holds; read from there it would need Triton."""
@@ -36,19 +35,13 @@ class WindowAttention(SequenceAttention):
     ) -> None:
         super().__init__(layer, arguments, keep_finite=keep_finite)
         self._in_one_tile = (
-            self.direct_windows
-            and rows <= _MAX_ROWS
-            and not keep_finite
-            and is_exactly(layer, "MMEncoderAttention")
-            and layer.attn_backend.name in ("FLASH_ATTN", "TRITON_ATTN")
-            and not getattr(layer, "fp8_enabled", False)
-            and kernels.is_available(self.starts.device)
+            self.direct_windows and self.own_kernels and rows <= _MAX_ROWS
         )
 
     def on_projection(
         self, layer: Any, packed: torch.Tensor, rotary: Rotary
     ) -> torch.Tensor:
-        if not self._in_one_tile or packed.dtype not in (torch.bfloat16, torch.float16):
+        if not self._in_one_tile or packed.dtype not in HALVES or rotary.interleaved:
             return super().on_projection(layer, packed, rotary)
         from vllm_encoder_cg.kernels.window_attention import window_attention
 
