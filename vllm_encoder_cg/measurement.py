@@ -7,7 +7,6 @@ batches.  Graphs between two measured ones are interpolated (``costs.py``).
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,21 +28,19 @@ Call: TypeAlias = Callable[[], torch.Tensor]
 
 _ALL_UP_TO_TOKENS = 1024
 """Replays are short up to here and do not always grow with the budget: all graphs
-are measured."""
-_SMALL_REPLAYS = 40
+are timed."""
+_MOST_REPLAYS = 40
 """Or so many of them."""
-_LARGER_REPLAYS = 6
-"""Of those beyond, which grow evenly."""
-_LARGEST_TOKENS = 8192
-"""None beyond this is measured."""
-_EAGER_TOKENS = (512, 1024, 1536, 2048, 4096)
-"""And of the smallest graph.  Near 1024 tokens an eager forward stops waiting for its
-own launches and begins to grow."""
+_EAGER_TOKENS = (1024, 1536, 2048, 4096)
+"""Where both are timed, and at the smallest graph.  Near 1024 tokens an eager forward
+stops waiting for its own launches and begins to grow; from there on both grow
+evenly."""
 _EAGER_PENALTY = 1.005
 """Where both take the same time, a graph spares the host."""
-_ENOUGH_MS = 20.0
-"""After so many per call, calls are not timed again."""
-_MOST_REPEATS = 5
+_ROUNDS = 5
+_LEAST_ROUNDS = 2
+_ENOUGH_MS = 15.0
+"""After so many per call there are no more rounds."""
 
 
 def measure_encoder(
@@ -83,9 +80,10 @@ def measure_costs(
     eager_ms: dict[str, dict[int, float]] = {}
     for group in _by_path_and_axis(list(graphs.graphs)).values():
         with_eager = _keys_for_eager(group)
-        small, larger = _keys_for_replays(group)
+        small = [k for k in group if k.token_budget <= _ALL_UP_TO_TOKENS]
+        small = _spread(small, _MOST_REPLAYS)
         samples = {}
-        for key in (*small, *larger, *with_eager):
+        for key in dict.fromkeys((*small, *with_eager)):
             sample = _cost_sample(adapter, graphs, key)
             if sample is None:
                 return None
@@ -93,9 +91,6 @@ def measure_costs(
         # In turn, since neighbours are compared with each other.
         calls = [samples[key].replay for key in small]
         replay_ms |= zip(small, _time_in_turn(calls, ranks), strict=True)
-        for key in larger:
-            if key not in with_eager:
-                replay_ms[key] = _time(samples[key].replay, ranks)
         last = 0, 0.0
         for key in with_eager:
             sample = samples[key]
@@ -171,15 +166,6 @@ def _keys_for_eager(group: Sequence[GraphKey]) -> list[GraphKey]:
     return sorted(chosen, key=lambda key: key.token_budget)
 
 
-def _keys_for_replays(
-    group: Sequence[GraphKey],
-) -> tuple[list[GraphKey], list[GraphKey]]:
-    """Those whose replay is timed: small ones, and larger ones."""
-    small = [k for k in group if k.token_budget <= _ALL_UP_TO_TOKENS]
-    larger = [k for k in group if _ALL_UP_TO_TOKENS < k.token_budget <= _LARGEST_TOKENS]
-    return _spread(small, _SMALL_REPLAYS), _spread(larger, _LARGER_REPLAYS)
-
-
 def _spread(keys: Sequence[GraphKey], count: int) -> list[GraphKey]:
     """At most `count` of `keys`, evenly spread, both ends included."""
     if len(keys) <= count:
@@ -227,25 +213,24 @@ def _items_on_path(specs: Sequence[EncoderItemSpec], path: str) -> list[int]:
 
 
 def _time(call: Call, ranks: EncoderRanks) -> float:
-    """Median milliseconds of a call."""
+    """Milliseconds of a call."""
     (time_ms,) = _time_in_turn([call], ranks)
     return time_ms
 
 
 def _time_in_turn(calls: Sequence[Call], ranks: EncoderRanks) -> list[float]:
-    """Median milliseconds of synchronised calls, each after one that does not count;
-    fewer rounds where they take long."""
+    """Milliseconds of synchronised calls: the least of a few rounds, since whatever
+    disturbs one adds to it, and the first round warms up."""
     times: list[list[float]] = [[] for _ in calls]
     with torch.inference_mode():
-        for call in calls:
-            call()
-        for _ in range(_MOST_REPEATS):
+        for round_ in range(1, _ROUNDS + 1):
             for call, of_call in zip(calls, times, strict=True):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 call()
                 torch.cuda.synchronize()
                 of_call.append((time.perf_counter() - begin) * 1e3)
-            if ranks.in_step(sum(map(sum, times)) > _ENOUGH_MS * len(calls)):
+            enough = sum(map(sum, times)) > _ENOUGH_MS * len(calls)
+            if round_ >= _LEAST_ROUNDS and ranks.in_step(enough):
                 break
-    return [statistics.median(of_call) for of_call in times]
+    return list(map(min, times))
