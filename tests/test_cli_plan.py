@@ -141,7 +141,13 @@ def measured_file(path: Path, architecture: str) -> Path:
         {"default": {64: 14.0, 8192: 135.0}},
     )
     content = CostFile.of(
-        encoder, costs, None, graphs=2, largest_budget=8192, memory_bytes=2**31
+        encoder,
+        costs,
+        None,
+        fused=True,
+        graphs=2,
+        largest_budget=8192,
+        memory_bytes=2**31,
     )
     write_costs(path, content)
     return path

@@ -25,7 +25,7 @@ from vllm_encoder_cg.cost_file import (
 )
 from vllm_encoder_cg.costs import MeasuredCosts
 from vllm_encoder_cg.definitions import GraphKey
-from vllm_encoder_cg.known_costs import identify, load_or_measure
+from vllm_encoder_cg.known_costs import KnownCosts, identify
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
 from vllm_encoder_cg.sharding import PathRate
 
@@ -55,7 +55,13 @@ RATES = {"default": PathRate(0.01, 1e-6)}
 
 def make_file(costs: MeasuredCosts = COSTS) -> CostFile:
     return CostFile.of(
-        ENCODER, costs, RATES, graphs=3, largest_budget=512, memory_bytes=2**30
+        ENCODER,
+        costs,
+        RATES,
+        fused=True,
+        graphs=3,
+        largest_budget=512,
+        memory_bytes=2**30,
     )
 
 
@@ -168,9 +174,10 @@ class TestStartUp:
         manager = encoders.get("Qwen3VLForConditionalGeneration").manager
 
         def load(path: Path | str) -> Any:
-            return load_or_measure(
-                str(path), manager.adapter, manager._graphs, RANKS, "auto"
+            self.known = KnownCosts(
+                str(path), manager.adapter, manager.device, RANKS, "auto"
             )
+            return self.known.load_or_measure(manager._graphs)
 
         self.identity = identify(manager.adapter, manager.device, RANKS, "auto")
         return load
@@ -189,6 +196,31 @@ class TestStartUp:
         assert len(calls) == 1
         assert read_costs(path).measured == self.identity
         assert self.identity.device == "cpu"
+
+    @pytest.mark.parametrize(("fused", "setting"), [(True, "on"), (False, "off")])
+    def test_the_forward_is_not_chosen_anew(
+        self, calls: list[int], start: Any, tmp_path: Path, fused: bool, setting: str
+    ) -> None:
+        path = tmp_path / "costs.json"
+        start(path)
+        assert self.known.forward_setting == "auto"
+        content = read_costs(path).model_copy(update={"fused": fused})
+        write_costs(path, content)
+        costs, _ = start(path)
+        assert self.known.forward_setting == setting
+        # This manager has captured vLLM's forward, whose times a file of the other
+        # one does not have.
+        assert len(calls) == (2 if fused else 1)
+        assert costs.replay_ms == COSTS.replay_ms
+        assert read_costs(path) == content
+
+    def test_without_a_path_nothing_is_written(
+        self, calls: list[int], encoders: Encoders
+    ) -> None:
+        manager = encoders.get("Qwen3VLForConditionalGeneration").manager
+        known = KnownCosts(None, manager.adapter, manager.device, RANKS, "auto")
+        assert known.forward_setting == "auto"
+        assert known.load_or_measure(manager._graphs) == (COSTS, RATES)
 
     def test_a_damaged_file_is_left_alone(
         self,

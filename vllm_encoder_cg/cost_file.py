@@ -102,6 +102,8 @@ class CostFile(_Part):
     format: Literal["vllm-encoder-cg-costs"] = FORMAT
     version: Literal[1] = VERSION
     measured: MeasuredEncoder
+    fused: bool
+    """Whether the fused forward was captured."""
     graphs: PositiveInt
     """How many there were."""
     largest_budget: PositiveInt
@@ -119,6 +121,7 @@ class CostFile(_Part):
         costs: MeasuredCosts,
         rates: dict[str, PathRate] | None,
         *,
+        fused: bool,
         graphs: int,
         largest_budget: int,
         memory_bytes: int,
@@ -126,6 +129,7 @@ class CostFile(_Part):
         """From what was measured."""
         return cls(
             measured=measured,
+            fused=fused,
             graphs=graphs,
             largest_budget=largest_budget,
             memory_bytes=memory_bytes,

@@ -60,41 +60,88 @@ def identify(
     )
 
 
-def load_or_measure(
-    path: str | None,
-    adapter: EncoderAdapter,
-    graphs: GraphSet,
-    ranks: EncoderRanks,
-    forward: str,
-) -> Measured:
-    """The costs in the file at `path` where it is of this encoder; otherwise
-    ``measure_encoder``, whose result is saved there if there was no file.
+class KnownCosts:
+    """The cost file of one start-up.
 
-    The first rank reads and writes; all call it together.  A file that cannot be
-    used, or written, is named in one warning and changes nothing else; it is not
-    overwritten, as it may be another server's.
+    The first rank reads and writes; all ranks make and call it together.  A file
+    that cannot be used, or written, is named in one warning and changes nothing else;
+    it is not overwritten, as it may be another server's.
 
     Args:
-        path: None: always measured.
-        forward: the setting that chooses the captured forward.
+        path: None: everything is measured, and nothing saved.
+        setting: the one that chooses the captured forward.
     """
-    if path is None:
-        return measure_encoder(adapter, graphs, ranks)
-    encoder = identify(adapter, graphs.arena.device, ranks, forward)
-    exists, loaded = False, None
-    if ranks.rank == 0:
-        exists, loaded = _load(path, encoder)
-    loaded = ranks.from_first(loaded)
-    if loaded is not None:
-        return loaded
-    costs, rates = measure_encoder(adapter, graphs, ranks)
-    if ranks.rank == 0 and costs is not None and graphs.graphs and not exists:
-        _save(path, encoder, costs, rates, graphs)
-    return costs, rates
+
+    def __init__(
+        self,
+        path: str | None,
+        adapter: EncoderAdapter,
+        device: torch.device,
+        ranks: EncoderRanks,
+        setting: str,
+    ) -> None:
+        self._path = path
+        self._adapter = adapter
+        self._ranks = ranks
+        self._setting = setting
+        self._exists = False
+        self._content: CostFile | None = None
+        if path is None:
+            return
+        self._encoder = identify(adapter, device, ranks, setting)
+        if ranks.rank == 0:
+            self._exists, self._content = _load(path, self._encoder)
+        self._content = ranks.from_first(self._content)
+
+    @property
+    def forward_setting(self) -> str:
+        """The setting, with what ``"auto"`` came to when the file was written."""
+        if self._content is None or self._setting != "auto":
+            return self._setting
+        return "on" if self._content.fused else "off"
+
+    def load_or_measure(self, graphs: GraphSet) -> Measured:
+        """What the file has; otherwise ``measure_encoder``, whose result is saved if
+        there was no file."""
+        if self._content is not None and self._content.fused == self._adapter.fused:
+            return self._content.costs(), self._content.path_rates()
+        costs, rates = measure_encoder(self._adapter, graphs, self._ranks)
+        if self._may_save and costs is not None and graphs.graphs:
+            self._save(costs, rates, graphs)
+        return costs, rates
+
+    @property
+    def _may_save(self) -> bool:
+        return self._path is not None and self._ranks.rank == 0 and not self._exists
+
+    def _save(
+        self, costs: MeasuredCosts, rates: dict[str, PathRate] | None, graphs: GraphSet
+    ) -> None:
+        assert self._path is not None
+        content = CostFile.of(
+            self._encoder,
+            costs,
+            rates,
+            fused=self._adapter.fused,
+            graphs=len(graphs.graphs),
+            largest_budget=max(key.token_budget for key in graphs.graphs),
+            memory_bytes=graphs.memory_bytes,
+        )
+        try:
+            write_costs(self._path, content)
+        except OSError as error:
+            logger.warning(
+                "Encoder costs cannot be written to %s: %s; name a file in a folder "
+                "that exists and can be written to",
+                self._path,
+                error.strerror or error,
+            )
+            return
+        logger.info("Encoder costs are written to %s", self._path)
 
 
-def _load(path: str, encoder: MeasuredEncoder) -> tuple[bool, Measured | None]:
-    """Whether there is a file, and what it holds of `encoder`."""
+def _load(path: str, encoder: MeasuredEncoder) -> tuple[bool, CostFile | None]:
+    """Whether there is a file, and its content if it is of `encoder`."""
     try:
         content = read_costs(path)
         differences = content.differences(encoder)
@@ -103,39 +150,10 @@ def _load(path: str, encoder: MeasuredEncoder) -> tuple[bool, Measured | None]:
                 f"{path}: its times are of {differences[0]}; name another file for "
                 "this server"
             )
-        costs = content.costs(), content.path_rates()
     except FileNotFoundError:
         return False, None
     except CostFileError as error:
         logger.warning("Encoder costs are measured, not read: %s", error)
         return True, None
     logger.info("Encoder costs are read from %s", path)
-    return True, costs
-
-
-def _save(
-    path: str,
-    encoder: MeasuredEncoder,
-    costs: MeasuredCosts,
-    rates: dict[str, PathRate] | None,
-    graphs: GraphSet,
-) -> None:
-    content = CostFile.of(
-        encoder,
-        costs,
-        rates,
-        graphs=len(graphs.graphs),
-        largest_budget=max(key.token_budget for key in graphs.graphs),
-        memory_bytes=graphs.memory_bytes,
-    )
-    try:
-        write_costs(path, content)
-    except OSError as error:
-        logger.warning(
-            "Encoder costs cannot be written to %s: %s; name a file in a folder that "
-            "exists and can be written to",
-            path,
-            error.strerror or error,
-        )
-        return
-    logger.info("Encoder costs are written to %s", path)
+    return True, content

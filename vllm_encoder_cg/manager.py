@@ -22,7 +22,7 @@ from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.forward_choice import choose_forward
-from vllm_encoder_cg.known_costs import load_or_measure
+from vllm_encoder_cg.known_costs import KnownCosts
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
@@ -195,13 +195,21 @@ class EncoderCudaGraphManager:
         self.clear()
         if not self._shapes:
             return
+        measures = self.device.type == "cuda" and self.settings.cost_model
+        known = KnownCosts(
+            self.settings.cost_file if measures else None,
+            self.adapter,
+            self.device,
+            self._ranks,
+            self.settings.fused,
+        )
         choose_forward(
             self.adapter,
             self._shapes,
             self.budgets.limits,
             self.device,
             self._ranks,
-            self.settings.fused,
+            known.forward_setting,
         )
         watch.lap("forward")
         self._graphs = capture_graphs(
@@ -227,14 +235,8 @@ class EncoderCudaGraphManager:
             return
         self._weights = WeightWatch(self.model)
         if self.device.type == "cuda":
-            if self.settings.cost_model:
-                self.costs, self._rates = load_or_measure(
-                    self.settings.cost_file,
-                    self.adapter,
-                    self._graphs,
-                    self._ranks,
-                    self.settings.fused,
-                )
+            if measures:
+                self.costs, self._rates = known.load_or_measure(self._graphs)
                 watch.lap("costs")
             if self._ranks.share_items:
                 self._gather.measure()
