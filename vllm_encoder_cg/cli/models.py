@@ -65,7 +65,9 @@ def _cells(row: MatrixRow) -> tuple[str, ...]:
     declared = {"image": row.image, "video": row.video}
     by_graph = ", ".join(name for name, yes_ in declared.items() if yes_)
     # What was verified in which way is in the JSON and in the docs.
-    machines = dict.fromkeys(f"{v.device}, vLLM {v.vllm}" for v in row.verified)
+    machines = dict.fromkeys(
+        f"{v.device}, vLLM {v.vllm}, {v.date}" for v in row.verified
+    )
     return (
         row.architecture,
         "as declared" if row.image is None else by_graph,
