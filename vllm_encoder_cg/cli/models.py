@@ -14,6 +14,7 @@ from vllm_encoder_cg.cli.output import console, make_table, yes
 from vllm_encoder_cg.models.matrix import MatrixRow, matrix_rows
 
 _NAME = "vLLM model class"
+_VERIFIED = "verified on, vLLM, day"
 _COLUMNS = (
     _NAME,
     "by graph",
@@ -22,7 +23,7 @@ _COLUMNS = (
     "attention",
     "fused",
     "driven by",
-    "verified on",
+    _VERIFIED,
 )
 
 
@@ -45,7 +46,7 @@ def models(
         }
         print(json_format.dumps(content, indent=2))
         return
-    table = make_table("", _COLUMNS, (), whole=(_NAME,))
+    table = make_table("", _COLUMNS, (), whole=(_NAME, _VERIFIED))
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
@@ -66,7 +67,8 @@ def _cells(row: MatrixRow) -> tuple[str, ...]:
     by_graph = ", ".join(name for name, yes_ in declared.items() if yes_)
     # What was verified in which way is in the JSON and in the docs.
     machines = dict.fromkeys(
-        f"{v.device}, vLLM {v.vllm}, {v.date}" for v in row.verified
+        f"{v.device} {v.vllm} {v.date}"
+        for v in sorted(row.verified, key=lambda v: v.device == "CPU")
     )
     return (
         row.architecture,
@@ -76,5 +78,5 @@ def _cells(row: MatrixRow) -> tuple[str, ...]:
         ", ".join(row.backends) or "any",
         yes(row.fused),
         row.driven_by,
-        "; ".join(machines) or "unknown",
+        "\n".join(machines) or "unknown",
     )
