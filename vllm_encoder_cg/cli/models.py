@@ -46,7 +46,7 @@ def models(
         }
         print(json_format.dumps(content, indent=2))
         return
-    table = make_table("", _COLUMNS, (), whole=(_NAME, _VERIFIED))
+    table = make_table("", _COLUMNS, (), whole=(_NAME, "attention", _VERIFIED))
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
@@ -75,7 +75,7 @@ def _cells(row: MatrixRow) -> tuple[str, ...]:
         "as declared" if row.image is None else by_graph,
         ", ".join(row.paths) if len(row.paths) > 1 else "",
         row.axis or "",
-        ", ".join(row.backends) or "any",
+        "\n".join(row.backends) or "any",
         yes(row.fused),
         row.driven_by,
         "\n".join(machines) or "unknown",
