@@ -198,7 +198,7 @@ def time_us(call: Callable[[], Any], rounds: int) -> float:
     try:
         for _ in range(rounds):
             settle()
-            if time.perf_counter() > deadline:
+            if times and time.perf_counter() > deadline:
                 break
             begin = time.perf_counter_ns()
             call()
