@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,17 +18,12 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.graphs import (
-    Forward,
-    GraphRecorder,
-    MakeOutput,
-    ReplayableGraph,
-    make_recorder,
-)
+from vllm_encoder_cg.graphs import GraphRecorder, ReplayableGraph, make_recorder
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.memory_meter import MemoryMeter, peak_bytes
 from vllm_encoder_cg.progress import track
 from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.warm_ups import WarmUps
 
 logger = init_logger(__name__)
 
@@ -173,45 +168,6 @@ class _MemoryLimit:
         return False
 
 
-class _WarmUps:
-    """Which graphs are captured without running their forward before: those like
-    one that was, unless that ever fails."""
-
-    def __init__(self, adapter: EncoderAdapter, ranks: EncoderRanks) -> None:
-        self._adapter = adapter
-        # A forward that communicates is run by all ranks or by none.
-        self._every = ranks.share_forwards
-        self._warm: set[Hashable] = set()
-
-    def record(
-        self,
-        recorder: GraphRecorder,
-        shape: GraphShape,
-        forward: Forward,
-        make_output: MakeOutput,
-    ) -> tuple[ReplayableGraph, torch.Tensor]:
-        """As ``GraphRecorder.record``."""
-        key = None if self._every else self._adapter.warm_up_key(shape)
-        if key is not None:
-            key = (shape.key.path, shape.key.axis_keys, key)
-        if key in self._warm:
-            try:
-                return recorder.record(forward, make_output, warm_up=False)
-            except Exception as error:
-                self._every = True
-                logger.info(
-                    "Encoder CUDA graph (%s) needs an uncaptured forward before its "
-                    "capture, as those after it now get: %s: %s",
-                    shape.key,
-                    type(error).__name__,
-                    str(error),
-                )
-        recorded = recorder.record(forward, make_output)
-        if key is not None:
-            self._warm.add(key)
-        return recorded
-
-
 def capture_graphs(
     adapter: EncoderAdapter,
     shapes: Sequence[GraphShape],
@@ -236,7 +192,7 @@ def capture_graphs(
     recorder = make_recorder(device, graph_pool)
     memory = MemoryMeter(device)
     limit = _MemoryLimit(memory_limit_bytes)
-    warm_ups = _WarmUps(adapter, ranks)
+    warm_ups = WarmUps(adapter, ranks)
     for shape in track(shapes, "Capturing encoder CUDA graphs", ranks.rank == 0):
         if not limit.admits(shape.key):
             continue
@@ -323,7 +279,7 @@ def _capture_one(
     limits: BatchLimits,
     recorder: GraphRecorder,
     ranks: EncoderRanks,
-    warm_ups: _WarmUps,
+    warm_ups: WarmUps,
 ) -> Exception | None:
     """Adds one graph to `result`; or returns why there is none."""
     path = shape.key.path

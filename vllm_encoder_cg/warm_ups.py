@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which graphs are captured without running their forward before."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
+from vllm_encoder_cg.graphs import Forward, GraphRecorder, MakeOutput, ReplayableGraph
+from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.ranks import EncoderRanks
+
+logger = init_logger(__name__)
+
+
+class WarmUps:
+    """Runs a forward before its capture, unless that of a graph like it was; and
+    always, once a capture without failed."""
+
+    def __init__(self, adapter: EncoderAdapter, ranks: EncoderRanks) -> None:
+        self._adapter = adapter
+        # A forward that communicates is run by all ranks or by none.
+        self._every = ranks.share_forwards
+        self._warm: set[Hashable] = set()
+
+    def record(
+        self,
+        recorder: GraphRecorder,
+        shape: GraphShape,
+        forward: Forward,
+        make_output: MakeOutput,
+    ) -> tuple[ReplayableGraph, torch.Tensor]:
+        """As ``GraphRecorder.record``."""
+        key = None if self._every else self._adapter.warm_up_key(shape)
+        if key is not None:
+            key = (shape.key.path, shape.key.axis_keys, key)
+        if key in self._warm:
+            try:
+                return recorder.record(forward, make_output, warm_up=False)
+            except Exception as error:
+                self._every = True
+                logger.info(
+                    "Encoder CUDA graph (%s) needs an uncaptured forward before its "
+                    "capture, as those after it now get: %s: %s",
+                    shape.key,
+                    type(error).__name__,
+                    str(error),
+                )
+        recorded = recorder.record(forward, make_output)
+        if key is not None:
+            self._warm.add(key)
+        return recorded
