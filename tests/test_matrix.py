@@ -96,9 +96,9 @@ def test_what_was_not_verified_is_unknown() -> None:
     assert verified_on(row, "no such card") == "unknown"
     assert devices([]) == []
     assert devices(matrix_rows())[-1] == "CPU"
-    text = describe(entry())
-    for part in ("0.33.0", "FLASH_ATTN", "bfloat16", "released", "1e-02", "2026-11-30"):
-        assert part in text
+    assert describe(entry()) == "vLLM 0.33.0, FLASH_ATTN: bfloat16 1e-02 (2026-11-30)"
+    small = describe(entry(tower="small", worst_error=0.0))
+    assert small.endswith("bfloat16 equal, small tower (2026-11-30)")
 
 
 def test_entries_are_replaced_or_joined() -> None:

@@ -84,7 +84,9 @@ def verified_on(row: MatrixRow, device: str) -> str:
 
 def describe(entry: Verified) -> str:
     """One entry on one line, without model and device."""
+    error = f"{entry.worst_error:.0e}" if entry.worst_error else "equal"
+    small = ", small tower" if entry.tower == "small" else ""
     return (
-        f"vLLM {entry.vllm}, {', '.join(entry.backends)}, {entry.dtype}, "
-        f"{entry.tower} tower, worst {entry.worst_error:.0e} ({entry.date})"
+        f"vLLM {entry.vllm}, {', '.join(entry.backends)}: {entry.dtype} {error}{small} "
+        f"({entry.date})"
     )
