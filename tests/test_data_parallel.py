@@ -195,6 +195,16 @@ def test_an_observer_that_raises_changes_nothing(mode: str, faults: Outcomes) ->
     assert_right([of[f"{mode}: observer fails"] for of in faults])
 
 
+@each_mode
+def test_stale_weights_on_one_rank_keep_the_ranks_in_step(
+    mode: str, faults: Outcomes
+) -> None:
+    """Graphs that read replaced weights serve on no rank; none waits for another."""
+    by_rank = [of[f"{mode}: stale weights"] for of in faults]
+    for number, outcomes in enumerate(zip(*by_rank, strict=True)):
+        assert_right(outcomes, encoded=number == 0)
+
+
 def test_a_rank_that_ends_is_an_error_on_the_others() -> None:
     with pytest.raises(RankError, match="rank 1 ended without a result"):
         run_on_ranks(end_on_rank, RANKS, "data", timeout_s=120)

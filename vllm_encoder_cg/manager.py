@@ -335,12 +335,6 @@ class EncoderCudaGraphManager:
             return None
         self._drop_stale_graphs(self._weights.glance())
         self._timer.begin_batch()
-        if self._stale:
-            if self._ranks.share_items:  # the others wait to hear of it
-                self._ranks.all(False)
-            self._count_unshared(reason=EagerReason.DROPPED_GRAPH)
-            self._timer.expect_own_path()
-            return None
         run = self._execute_share if self._ranks.share_items else self._execute
         outputs = run(mm_kwargs, self._planner, self._runner)
         if outputs is None:
@@ -358,6 +352,9 @@ class EncoderCudaGraphManager:
                 self.stats.count_refused()
                 return None
             self._reporter.received(batch.modality, batch.specs)
+            if self._stale:
+                self.stats.count_refused(len(batch.specs), EagerReason.DROPPED_GRAPH)
+                return None
             plan = planner.plan(batch.specs)
             outputs = None
             if not _wholly_eager(plan):
@@ -385,18 +382,21 @@ class EncoderCudaGraphManager:
                 return None
             self._reporter.received(batch.modality, batch.specs)
             specs = batch.specs
-            weights = weigh_items(specs, self._rates)
-            assignment = assign_items(specs, self._ranks.size, weights)
-            items = assignment.items[self._ranks.rank]
-            plan = place(planner.plan([specs[i] for i in items]), items)
-            outputs, plan = runner.run(batch, plan)
-            rows = self._gather.pack(outputs, specs, assignment)
+            if not self._stale:
+                weights = weigh_items(specs, self._rates)
+                assignment = assign_items(specs, self._ranks.size, weights)
+                items = assignment.items[self._ranks.rank]
+                plan = place(planner.plan([specs[i] for i in items]), items)
+                outputs, plan = runner.run(batch, plan)
+                rows = self._gather.pack(outputs, specs, assignment)
         except Exception:
             self._count_failure(batch)
         # On the host, while the GPU is busy with the rows.
         if not self._ranks.all(rows is not None):
             if rows is not None and batch is not None:
                 self._count_unshared(len(batch.specs), EagerReason.FAILED)
+            elif self._stale and batch is not None:
+                self._count_unshared(len(batch.specs), EagerReason.DROPPED_GRAPH)
             return None
         assert batch is not None and rows is not None
         embeddings = self._gather.gather(rows, specs, assignment)

@@ -403,6 +403,22 @@ def _observer_fails(rank: int, size: int, mode: str) -> Outcome:
     return run_toy(on_rank)
 
 
+def _stale_weights(rank: int, size: int, mode: str) -> list[Outcome]:
+    """Replaced on one rank where ranks are independent of each other, else on all."""
+    on_rank = toy_rank(size, mode)
+    manager = on_rank.manager
+    manager.capture()
+    outcomes = [run_toy(on_rank)]
+    replaced = mode == "weights" or _last(rank, size)
+    name = "tower.weight" if replaced else None
+    with mock.patch.object(manager._weights, "glance", lambda: name):
+        outcomes.append(run_toy(on_rank))
+        with mock.patch.object(manager.adapter, "parse", lambda mm_kwargs: None):
+            outcomes.append(run_toy(on_rank))
+        outcomes += [run_toy(on_rank, seed) for seed in range(2)]
+    return outcomes
+
+
 FAULTS: dict[str, Callable[[int, int, str], Any]] = {
     "nothing": _nothing,
     "capture fails": _capture_fails,
@@ -413,6 +429,7 @@ FAULTS: dict[str, Callable[[int, int, str], Any]] = {
     "counts": _counts,
     "wrong shape": _wrong_shape,
     "observer fails": _observer_fails,
+    "stale weights": _stale_weights,
 }
 
 
