@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import vllm_encoder_cg
+from tools.api_page import public_names
 from tools.generate_docs import DOCS, GENERATORS, ROOT, fill, outdated
 from tools.log_lines import LogLine, advice_for, read_advice, read_log_lines
 from vllm_encoder_cg.models.catalog import ADAPTED
@@ -44,6 +46,14 @@ def test_the_matrix_has_every_model() -> None:
     for model in ADAPTED:
         # Once per feature, once per hardware.
         assert text.count(f"| `{model.architecture}` |") == 2
+
+
+def test_every_public_name_is_described() -> None:
+    text = (DOCS / "api.md").read_text()
+    for name in public_names():
+        described = text.split(f"### `{name}`\n\n")[1]
+        assert re.match(r"[A-Z`]", described)
+    assert len(public_names()) == len(vllm_encoder_cg.__all__) - 1  # __version__
 
 
 def test_a_changed_part_is_replaced() -> None:

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 # Where the package is not installed, and for tools beside this one.
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
+import api_page  # noqa: E402
 from log_lines import LogLine, advice_for, read_log_lines  # noqa: E402
 
 from vllm_encoder_cg.models.matrix import (  # noqa: E402
@@ -115,7 +116,7 @@ def log_lines() -> str:
 
 
 def _log_line(line: LogLine) -> str:
-    text = re.sub(r"%(\.\d)?[sdfe]", "…", line.message.partition("\n")[0])
+    text = re.sub(r"%(\.\d)?[sdfer]", "…", line.message.partition("\n")[0])
     return (
         f"**`{text}`**\n\n"
         f"{line.level.replace('exception', 'error')}, `{line.module}`. "
@@ -128,6 +129,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "features": features,
     "hardware": hardware,
     "log-lines": log_lines,
+    "api": api_page.render,
 }
 
 
