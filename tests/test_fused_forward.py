@@ -22,6 +22,7 @@ from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import BatchLimits, GraphCapacity, GraphKey
 from vllm_encoder_cg.forward_choice import choose_forward
+from vllm_encoder_cg.models.fused import short_rows
 from vllm_encoder_cg.models.fused.internvl import FusedInternEncoder
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError
 from vllm_encoder_cg.models.fused.qwen3_vl import FusedQwen3Vision
@@ -272,3 +273,58 @@ def test_a_fused_forward_that_is_wrong_or_fails_is_not_used(
     for broken in (wrong, failing):
         monkeypatch.setattr(adapter, "_fused", broken)
         assert compare() == {}
+
+
+# -- Attention in one kernel --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("faster_up_to", "expected"), [(0, 0), (300, 256), (1024, 1024), (4096, 2048)]
+)
+def test_one_kernel_attends_as_far_as_it_is_faster(
+    faster_up_to: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = SimpleNamespace(num_heads=2, head_size=8, dtype=torch.float32)
+    device, calls = torch.device("cpu"), []
+
+    def make_attend(rows: int, short: bool) -> Any:
+        def attend(packed: torch.Tensor, cos: Any, sin: Any) -> torch.Tensor:
+            assert packed.shape == (rows, 48) and cos.shape == sin.shape == (rows, 4)
+            calls.append(rows)
+            return torch.tensor(rows if short else faster_up_to + 0.5)
+
+        return attend
+
+    monkeypatch.setattr(short_rows, "_known", {})
+    monkeypatch.setattr(short_rows, "_time", lambda device, call: float(call()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    guess = short_rows.short_rows(layer, device, make_attend)
+    assert guess == 512 and not calls
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(2):
+        assert short_rows.short_rows(layer, device, make_attend) == expected
+    # Once, and no further than it has to.
+    assert len(calls) <= 2 * 4 and len(set(calls)) == len(calls) // 2
+
+
+def test_graphs_of_equal_size_class_attend_alike() -> None:
+    for limit in (0, 256, 512, 1024, 2048):
+        kinds: dict[int, set[bool]] = {}
+        for rows in range(4, 4096, 4):
+            kinds.setdefault(short_rows.size_class(rows), set()).add(rows <= limit)
+        assert all(len(found) == 1 for found in kinds.values())
+
+
+def test_a_gpu_that_cannot_measure_leaves_attention_to_its_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any) -> float:
+        raise RuntimeError("out of memory")
+
+    layer = SimpleNamespace(num_heads=2, head_size=8, dtype=torch.float32)
+    monkeypatch.setattr(short_rows, "_known", {})
+    monkeypatch.setattr(short_rows, "_time", fail)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    found = short_rows.short_rows(layer, torch.device("cpu"), lambda rows, short: fail)
+    assert found == 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from vllm_encoder_cg import kernels
 from vllm_encoder_cg.kernels import reference
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.modules import HALVES, Norm, is_exactly, linear
+from vllm_encoder_cg.models.fused.short_rows import AttendOnce, short_rows
 
 _ROW_OFFSETS = ("FLASH_ATTN", "TRITON_ATTN")
 """Backends whose ``cu_seqlens`` are rows."""
@@ -60,8 +62,9 @@ class Attend(ABC):
     them.  0: as it chooses itself."""
     share_schedule: ClassVar[bool] = False
     """Whether FlashAttention 3 schedules once for all layers."""
-    short_rows: ClassVar[int] = 512
-    """Rows of a graph up to which ``kernels.short_attention`` is used instead."""
+    short_rows: int | None = None
+    """Rows of a graph up to which ``kernels.short_attention`` is used instead; None:
+    as measured."""
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Attend(ABC):
             known
             and name in _ROW_OFFSETS
             and layer.head_size <= _MAX_HEAD_SIZE
+            and layer.dtype in HALVES
             and not keep_finite
         )
         """Whether this package's attention may take the place of the backend's."""
@@ -147,22 +151,31 @@ class Attend(ABC):
     ) -> torch.Tensor:
         """``[rows, heads x size]`` from a packed projection before rotation, which
         may be overwritten."""
-        heads = layer.num_heads
-        if (
-            self.own_kernels
-            and len(packed) <= self.short_rows
-            and packed.dtype in HALVES
-            and not rotary.interleaved
-        ):
+        if self.is_short(layer, len(packed), rotary):
             from vllm_encoder_cg.kernels import short_attention
 
             if self._bounds is None:
                 self._bounds = short_attention.sequence_bounds(self.starts, len(packed))
             return short_attention.short_attention(
-                packed, rotary.cos, rotary.sin, heads, self._bounds, layer.scale
+                packed,
+                rotary.cos,
+                rotary.sin,
+                layer.num_heads,
+                self._bounds,
+                layer.scale,
             )
-        q, k, v = rotate(packed, heads, rotary, in_place=self.reads_packed)
+        q, k, v = rotate(packed, layer.num_heads, rotary, in_place=self.reads_packed)
         return self(layer, q, k, v)
+
+    def is_short(self, layer: Any, rows: int, rotary: Rotary) -> bool:
+        """Whether one kernel of this package rotates and attends."""
+        if not self.own_kernels or rotary.interleaved:
+            return False
+        limit = self.short_rows
+        if limit is None:
+            device = self.starts.device
+            limit = short_rows(layer, device, partial(_attend_once, layer, device))
+        return rows <= limit
 
     @abstractmethod
     def through_layer(
@@ -200,6 +213,23 @@ class SequenceAttention(Attend):
             max_seqlen=self._arguments.max_seqlen,
             sequence_lengths=self._arguments.sequence_lengths,
         )
+
+
+def _attend_once(
+    layer: Any, device: torch.device, rows: int, short: bool
+) -> AttendOnce:
+    """Attention of one sequence by one kernel, or not."""
+    starts = torch.tensor([0, rows], dtype=torch.int32, device=device)
+    arguments = AttentionArguments(starts, torch.tensor(rows))
+    attend = SequenceAttention(layer, arguments, keep_finite=False)
+    attend.short_rows = rows if short else 0
+
+    def call(
+        packed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return attend.on_projection(layer, packed, Rotary(cos, sin, starts[-1:]))
+
+    return call
 
 
 class TileAttention(Attend):

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
-from vllm_encoder_cg.models.fused.attention import Attend
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError
+from vllm_encoder_cg.models.fused.short_rows import size_class
 from vllm_encoder_cg.models.refusals import fusion_refusal
 
 
@@ -34,7 +34,7 @@ class FusableAdapter(EncoderAdapter):
 
     def kernels_differ_by(self, rows: int) -> Hashable:
         """Equal for graphs whose captured forwards run the same kernels."""
-        return self.fused and rows <= Attend.short_rows
+        return size_class(rows) if self.fused else None
 
     def fusion_refusal(self) -> str | None:
         if self.fused_tower is None:

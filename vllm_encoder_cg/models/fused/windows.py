@@ -9,7 +9,6 @@ import torch
 
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.attention import Rotary, SequenceAttention
-from vllm_encoder_cg.models.fused.modules import HALVES
 
 _MAX_ROWS = 64
 """What ``kernels.window_attention`` holds; read from there it would need Triton."""
@@ -41,7 +40,7 @@ class WindowAttention(SequenceAttention):
     def on_projection(
         self, layer: Any, packed: torch.Tensor, rotary: Rotary
     ) -> torch.Tensor:
-        if not self._in_one_tile or packed.dtype not in HALVES or rotary.interleaved:
+        if not self._in_one_tile or rotary.interleaved:
             return super().on_projection(layer, packed, rotary)
         from vllm_encoder_cg.kernels.window_attention import window_attention
 
