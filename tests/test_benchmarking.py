@@ -250,6 +250,7 @@ class TestCommand:
             rounds=3,
             settings='{"max_graphs": 2}',
             out=tmp_path / "results",
+            json=tmp_path / "records.json",
         )
         output = capsys.readouterr().out
         assert "say nothing of graphs" in output
@@ -257,6 +258,7 @@ class TestCommand:
         records = json.loads((tmp_path / "results" / "summary.json").read_text())
         assert {record["way"] for record in records} == {"eager", "ours"}
         assert records[0]["device"] == "cpu"
+        assert records == json.loads((tmp_path / "records.json").read_text())
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

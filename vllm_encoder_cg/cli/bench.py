@@ -19,7 +19,13 @@ from vllm_encoder_cg.benchmarking.cases import (
 )
 from vllm_encoder_cg.benchmarking.report import table_rows, title, write_report
 from vllm_encoder_cg.cli.environment import prepare_vllm
-from vllm_encoder_cg.cli.output import console, fail, make_table, progress_bar
+from vllm_encoder_cg.cli.output import (
+    console,
+    fail,
+    make_table,
+    progress_bar,
+    write_json,
+)
 from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.settings import EncoderCgSettings
@@ -103,8 +109,9 @@ def bench(
     ] = None,
     seed: Annotated[int, Option(help="Of random weights.")] = 0,
     json: Annotated[
-        bool, Option("--json", help="Print flat records as JSON instead of tables.")
-    ] = False,
+        Path | None,
+        Option("--json", help="Write flat records, as in summary.json, to this file."),
+    ] = None,
     verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
 ) -> None:
     """Time an encoder eagerly, by vLLM's own graphs and by this package's.
@@ -152,10 +159,8 @@ def bench(
         benchmark = _run(options, cases, rounds, limit_s, in_tree, floor, growth)
     except (ValueError, NotImplementedError) as error:
         fail(str(error))
-    if json:
-        print(json_format.dumps(benchmark.records(), indent=1))
-    else:
-        _print(benchmark, on_cpu)
+    _print(benchmark, on_cpu)
+    write_json(json, benchmark.records())
     if out is not None:
         _write(out, benchmark)
 

@@ -71,7 +71,7 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
         yield begin
 
 
-def write_json(path: Path | None, content: dict[str, Any]) -> None:
+def write_json(path: Path | None, content: dict[str, Any] | list[Any]) -> None:
     """Writes `content` where a path was given."""
     if path is not None:
         path.write_text(json.dumps(content, indent=2) + "\n")
