@@ -204,6 +204,12 @@ def test_drawn_batches_are_the_same_each_time() -> None:
     assert first.most_items == 4
 
 
+def test_ranks_share_the_items_of_a_batch() -> None:
+    traffic = images((100, 100, 300), (50,))
+    assert traffic.shared(1) is traffic
+    assert traffic.shared(2).batches == {((100,), (100,)): 1, ((300,),): 1, ((50,),): 1}
+
+
 def test_thinning_keeps_an_even_choice() -> None:
     traffic = images(*[(t,) for t in range(1, 101)])
     assert len(traffic.thinned(30).batches) == 25

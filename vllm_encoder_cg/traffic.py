@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_encoder_cg.definitions import DEFAULT_PATH, EncoderItemSpec
+from vllm_encoder_cg.sharding import assign_items, weigh_items
 from vllm_encoder_cg.trace import Trace
 
 ItemTokens = tuple[int, ...]
@@ -57,6 +58,20 @@ class Traffic:
             EncoderItemSpec(sum(item), sum(item), dict(zip(names, item, strict=True)))
             for item in batch
         ]
+
+    def shared(self, ranks: int) -> Traffic:
+        """What each of `ranks` ranks encodes of it where they share the items
+        (``mm_encoder_tp_mode="data"``), by their tokens."""
+        if ranks == 1:
+            return self
+        batches: dict[BatchTokens, float] = {}
+        for batch, count in self.batches.items():
+            specs = self.specs(batch)
+            for items in assign_items(specs, ranks, weigh_items(specs, None)).items:
+                share = tuple(batch[i] for i in items)
+                if share:
+                    batches[share] = batches.get(share, 0.0) + count
+        return Traffic(**(self.__dict__ | {"batches": batches}))
 
     def thinned(self, most: int) -> Traffic:
         """With at most `most` distinct batches, evenly chosen."""

@@ -73,9 +73,13 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
 
 def write_json(path: Path | None, content: dict[str, Any] | list[Any]) -> None:
     """Writes `content` where a path was given."""
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(content, indent=2) + "\n")
-        console.print(f"written to {path}")
+    except OSError as error:
+        fail(f"json: {path} cannot be written: {error.strerror}")
+    console.print(f"written to {path}")
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

@@ -121,6 +121,14 @@ def plan(
             min=1,
         ),
     ] = None,
+    ranks: Annotated[
+        int,
+        Option(
+            help="Tensor-parallel ranks that share the items: with "
+            "--mm-encoder-tp-mode data.",
+            min=1,
+        ),
+    ] = 1,
     largest: Annotated[
         int | None,
         Option(help="Also a budget of this size, for what was not recorded.", min=1),
@@ -162,7 +170,7 @@ def plan(
                 _MAX_TOKENS,
                 range(1, items_per_batch + 1),
             )
-        traffic = _bounded(traffic, min_tokens, max_tokens)
+        traffic = _bounded(traffic, min_tokens, max_tokens).shared(ranks)
         costs, memory = _read_costs(cost_file, traffic)
         shown = traffic.thinned(_MOST_BATCHES)
         if shown is not traffic:
