@@ -188,11 +188,38 @@ def capture_graphs(
     Raises:
         OutOfStepError: recording a sharded encoder failed on some ranks only.
     """
-    result = GraphSet.empty(device)
-    recorder = make_recorder(device, graph_pool)
     memory = MemoryMeter(device)
-    limit = _MemoryLimit(memory_limit_bytes)
-    warm_ups = WarmUps(adapter, ranks)
+    for every in (False, True):
+        result = _capture_all(
+            adapter,
+            shapes,
+            limits,
+            make_recorder(device, graph_pool),
+            ranks,
+            memory,
+            _MemoryLimit(memory_limit_bytes),
+            WarmUps(adapter, ranks, every),
+        )
+        if result is not None:
+            break
+        memory.give_back()
+    assert result is not None  # the second time
+    result.memory_bytes = max(memory.taken_bytes(), result.arena.nbytes())
+    return result
+
+
+def _capture_all(
+    adapter: EncoderAdapter,
+    shapes: Sequence[GraphShape],
+    limits: BatchLimits,
+    recorder: GraphRecorder,
+    ranks: EncoderRanks,
+    memory: MemoryMeter,
+    limit: _MemoryLimit,
+    warm_ups: WarmUps,
+) -> GraphSet | None:
+    """All graphs; None: one of them should have been run before its capture."""
+    result = GraphSet.empty(memory.device)
     for shape in track(shapes, "Capturing encoder CUDA graphs", ranks.rank == 0):
         if not limit.admits(shape.key):
             continue
@@ -211,6 +238,8 @@ def capture_graphs(
         error = error or _capture_one(
             result, adapter, shape, limits, recorder, ranks, warm_ups
         )
+        if warm_ups.failed:
+            return None
         if error is None:
             continue
         result.drop(shape.key)
@@ -225,7 +254,6 @@ def capture_graphs(
         )
         del error
         memory.give_back()
-    result.memory_bytes = max(memory.taken_bytes(), result.arena.nbytes())
     return result
 
 

@@ -25,7 +25,7 @@ class MemoryMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._empty_cache()
         self._before = self._used()
 
@@ -45,16 +45,16 @@ class MemoryMeter:
 
     def _empty_cache(self) -> None:
         # Without a collection, which takes a good part of a second in an engine.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     def _used(self) -> tuple[int, int]:
         """Bytes, by PyTorch's count and by the device's."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return 0, 0
-        free, total = torch.cuda.mem_get_info(self._device)
-        return torch.cuda.memory_reserved(self._device), total - free
+        free, total = torch.cuda.mem_get_info(self.device)
+        return torch.cuda.memory_reserved(self.device), total - free
 
 
 def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int]:

@@ -16,14 +16,22 @@ logger = init_logger(__name__)
 
 
 class WarmUps:
-    """Runs a forward before its capture, unless that of a graph like it was; and
-    always, once a capture without failed."""
+    """Runs a forward before its capture, unless that of a graph like it was.
 
-    def __init__(self, adapter: EncoderAdapter, ranks: EncoderRanks) -> None:
+    Args:
+        every: whether all are run before.
+    """
+
+    def __init__(
+        self, adapter: EncoderAdapter, ranks: EncoderRanks, every: bool = False
+    ) -> None:
         self._adapter = adapter
         # A forward that communicates is run by all ranks or by none.
-        self._every = ranks.share_forwards
+        self._every = every or ranks.share_forwards
         self._warm: set[Hashable] = set()
+        self.failed = False
+        """Whether a capture failed that was not run before; its pool is lost, so it
+        is best to begin again, with every one run before."""
 
     def record(
         self,
@@ -36,19 +44,20 @@ class WarmUps:
         key = None if self._every else self._adapter.warm_up_key(shape)
         if key is not None:
             key = (shape.key.path, shape.key.axis_keys, key)
-        if key in self._warm:
-            try:
-                return recorder.record(forward, make_output, warm_up=False)
-            except Exception as error:
-                self._every = True
-                logger.info(
-                    "Encoder CUDA graph (%s) needs an uncaptured forward before its "
-                    "capture, as those after it now get: %s: %s",
-                    shape.key,
-                    type(error).__name__,
-                    str(error),
-                )
-        recorded = recorder.record(forward, make_output)
-        if key is not None:
-            self._warm.add(key)
-        return recorded
+        if key not in self._warm:
+            recorded = recorder.record(forward, make_output)
+            if key is not None:
+                self._warm.add(key)
+            return recorded
+        try:
+            return recorder.record(forward, make_output, warm_up=False)
+        except Exception as error:
+            self.failed = True
+            logger.info(
+                "Encoder CUDA graph (%s) needs an uncaptured forward before its "
+                "capture; all are captured anew, with one each: %s: %s",
+                shape.key,
+                type(error).__name__,
+                str(error),
+            )
+            raise

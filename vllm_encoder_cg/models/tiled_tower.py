@@ -10,8 +10,9 @@ tiles are, where a batch keeps them and how its tower is called.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, repeat
@@ -289,6 +290,13 @@ class TiledTowerAdapter(EncoderAdapter):
                 indices
             )
         return super().assemble(batch, indices, outputs)
+
+    def warm_up_key(self, shape: GraphShape) -> Hashable | None:
+        if self.backend_name() == "FLASHINFER":
+            return None  # cuDNN builds a plan for every shape
+        # Triton compiles a kernel anew by whether 16 divides a size, and for 1.
+        tiles = self.tile_capacity(shape)
+        return math.gcd(tiles, 16), tiles == 1
 
     def sample(self, shape: GraphShape, seed: int) -> dict[str, Any]:
         generator = torch.Generator(device=self.device).manual_seed(seed)
