@@ -49,7 +49,7 @@ format: $(SETUP)
 
 # The site, in site/; what follows from the source is written anew before.
 docs: $(SETUP)
-	$(PYTHON) tools/generate_docs.py
+	$(PYTHON) docs/tools/generate_docs.py
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
 clean:

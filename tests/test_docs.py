@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import vllm_encoder_cg
-from tools.api_page import public_names
-from tools.generate_docs import DOCS, GENERATORS, ROOT, fill, outdated
-from tools.log_lines import LogLine, advice_for, read_advice, read_log_lines
+from docs.tools.api_page import public_names
+from docs.tools.generate_docs import DOCS, GENERATORS, ROOT, fill, outdated
+from docs.tools.log_lines import LogLine, advice_for, read_advice, read_log_lines
 from vllm_encoder_cg.models.catalog import ADAPTED
 from vllm_encoder_cg.settings import EncoderCgSettings
 
@@ -24,7 +24,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 
 
 def test_generated_parts_are_current() -> None:
-    assert outdated() == [], "run: python tools/generate_docs.py"
+    assert outdated() == [], "run: python docs/tools/generate_docs.py"
 
 
 def test_every_generated_part_is_on_a_page() -> None:
@@ -116,7 +116,7 @@ def test_the_site_builds_with_results_and_asks_no_network(
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
-    from tools import docs_hooks
+    from docs.tools import docs_hooks
 
     run = tmp_path / "results" / "some-card"
     run.mkdir(parents=True)

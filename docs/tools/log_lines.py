@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "vllm_encoder_cg"
+PACKAGE = Path(__file__).parents[2] / "vllm_encoder_cg"
 ADVICE_FILE = Path(__file__).parent / "log_advice.json"
 """Begin of a message -> what to do about it."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 _LIST = "<!-- benchmark results -->"
 _OVERVIEW = "<!-- benchmark overview -->"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes those parts of the docs that follow from the source.
 
-    python tools/generate_docs.py [--check]
+    python docs/tools/generate_docs.py [--check]
 
 A page has ``<!-- begin generated: NAME -->`` and ``<!-- end generated -->`` around
 such a part.  With ``--check`` nothing is written, and the exit code is 1 if a part
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Where the package is not installed, and for tools beside this one.
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
@@ -186,7 +186,7 @@ def main() -> None:
     for name in names:
         print(f"docs/{name}: {'outdated' if args.check else 'written'}")
     if args.check and names:
-        print("run: python tools/generate_docs.py")
+        print("run: python docs/tools/generate_docs.py")
         raise SystemExit(1)
 
 
