@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Enters results of ``gpu_check.py`` in the matrix of verified models.
 
-    python benchmarks/record_verified.py DIR [DIR ...] && python docs/tools/generate_docs.py
+    python benchmarks/record_verified.py DIR [DIR ...]
+    python docs/tools/generate_docs.py
 
 Reads every JSON file of the folders.  One whose cases are not all equal to eager,
 in which a graph was dropped, or nothing was replayed, is named and left out.
