@@ -21,8 +21,9 @@ from vllm_encoder_cg.kernels.grid_search import find_sequence, search_steps
 from vllm_encoder_cg.kernels.launch import options
 
 _BOUNDS_BLOCK = 128
-_BLOCK_ROWS, _BLOCK_KEYS = 32, 64
-"""Small blocks of queries occupy more of the GPU."""
+_BLOCK_KEYS = 64
+_FEW_ROWS = 512
+"""Up to here, smaller blocks of queries occupy more of the GPU."""
 
 
 @triton.jit
@@ -168,8 +169,9 @@ def short_attention(
     rows, width = qkv.shape
     size = width // (3 * heads)
     assert cos.stride() == sin.stride()
+    block_rows = 32 if rows <= _FEW_ROWS else 64
     out = torch.empty((rows, heads * size), dtype=qkv.dtype, device=qkv.device)
-    _short_attention_kernel[(triton.cdiv(rows, _BLOCK_ROWS), heads)](
+    _short_attention_kernel[(triton.cdiv(rows, block_rows), heads)](
         qkv,
         cos,
         sin,
@@ -183,7 +185,7 @@ def short_attention(
         COS_STRIDE=cos.stride(1),
         HEADS=heads,
         SIZE=size,
-        BLOCK_ROWS=_BLOCK_ROWS,
+        BLOCK_ROWS=block_rows,
         BLOCK_KEYS=_BLOCK_KEYS,
         BLOCK_HALF=max(16, triton.next_power_of_2(size // 2)),
         num_warps=4,
