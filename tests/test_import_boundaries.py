@@ -35,6 +35,7 @@ LIGHT_MODULES = [
     ".metrics_table",
     ".packing",
     ".planner",
+    ".plans",
     ".prometheus",
     ".proposal",
     ".protocol",

@@ -20,7 +20,8 @@ from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import EagerReason, GraphCapacity, GraphKey
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.metrics_table import COLUMNS, MAX_ROWS, EncoderCudaGraphTable
-from vllm_encoder_cg.planner import Plan, Planner, without_graphs
+from vllm_encoder_cg.planner import Planner
+from vllm_encoder_cg.plans import Plan, without_graphs
 
 
 def shapes_of(

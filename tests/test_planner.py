@@ -19,7 +19,8 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.planner import PathStep, Plan, Planner, SubBatch
+from vllm_encoder_cg.planner import Planner
+from vllm_encoder_cg.plans import PathStep, Plan, SubBatch
 
 ABOVE = EagerReason.ABOVE_EVERY_BUDGET
 DROPPED = EagerReason.DROPPED_GRAPH

@@ -27,7 +27,8 @@ from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
 from vllm_encoder_cg.plan_runner import PlanRunner
-from vllm_encoder_cg.planner import Plan, Planner
+from vllm_encoder_cg.planner import Planner
+from vllm_encoder_cg.plans import Plan
 from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
 from vllm_encoder_cg.reporter import Reporter
 from vllm_encoder_cg.self_check import SelfCheck

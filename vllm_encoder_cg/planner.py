@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: which items go together, through which graphs.
+"""Makes plans (``plans.py``): which items go together, through which graphs.
 
 Pure functions of integers: the same specs give the same plan everywhere.
 """
@@ -7,7 +7,7 @@ Pure functions of integers: the same specs give the same plan everywhere.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -21,76 +21,10 @@ from vllm_encoder_cg.definitions import (
 )
 from vllm_encoder_cg.fitting import GraphTable
 from vllm_encoder_cg.packing import Run, pack_cheaply, pack_greedily
+from vllm_encoder_cg.plans import PathStep, Plan, SubBatch
 
 _NO_GRAPHS: Mapping[GraphKey, GraphCapacity] = MappingProxyType({})
-_NO_REASONS: Mapping[int, EagerReason] = MappingProxyType({})
 _REASONS = list(EagerReason)
-
-
-@dataclass(frozen=True, slots=True)
-class PathStep:
-    """How one path of a sub-batch is encoded: by a graph or eagerly."""
-
-    key: GraphKey | None
-    """The graph to replay; None: eager."""
-    eager: EagerReason | None
-    """Why without a graph; None: by graph."""
-    tokens: int
-    """Output tokens of the items, padding not included."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubBatch:
-    """Items that are encoded together."""
-
-    indices: tuple[int, ...]
-    """Positions in the batch, ascending."""
-    steps: Mapping[str, PathStep]
-    """Per path; a path on which the items have nothing is absent."""
-    eager_reasons: Mapping[int, EagerReason] = field(
-        default_factory=lambda: _NO_REASONS
-    )
-    """Per index, why a path of that item runs eagerly; an item whose every path
-    is replayed is absent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Every item of a batch in exactly one sub-batch."""
-
-    sub_batches: tuple[SubBatch, ...]
-
-
-def without_graphs(
-    sub_batch: SubBatch,
-    specs: Sequence[EncoderItemSpec],
-    reason: EagerReason,
-    kept: Collection[GraphKey] = (),
-) -> SubBatch:
-    """`sub_batch` with all graphs but `kept` replaced by eager calls; itself where
-    it has no others.
-
-    Args:
-        specs: of the batch.
-    """
-    lost = {
-        path
-        for path, step in sub_batch.steps.items()
-        if step.key is not None and step.key not in kept
-    }
-    if not lost:
-        return sub_batch
-    steps = {
-        path: PathStep(None, reason, step.tokens) if path in lost else step
-        for path, step in sub_batch.steps.items()
-    }
-    reasons = {
-        i: reason
-        for i in sub_batch.indices
-        if any(specs[i].get_path_output_tokens(path) for path in lost)
-    }
-    return SubBatch(sub_batch.indices, steps, reasons | dict(sub_batch.eager_reasons))
-
 
 _KNOWN_PLANS = 512
 """Plans that are kept, of the batches seen last."""

@@ -27,7 +27,7 @@ from vllm_encoder_cg.verification_cases import (
 if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderBatch
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
-    from vllm_encoder_cg.planner import Plan
+    from vllm_encoder_cg.plans import Plan
 
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float32: 1e-4,

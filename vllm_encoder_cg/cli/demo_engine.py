@@ -14,7 +14,7 @@ from vllm_encoder_cg.samples.chat_media import ChatPrompt
 if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderBatch
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
-    from vllm_encoder_cg.planner import Plan
+    from vllm_encoder_cg.plans import Plan
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 
