@@ -118,6 +118,9 @@ def run(architecture: str, backend: str, args: argparse.Namespace) -> dict[str, 
             }
         },
     )
+    from vllm_encoder_cg.models.fused import short_rows
+
+    short_rows._known.clear()
     found: dict[str, Any] = {"encoder": f"{architecture}:{backend}"}
     with captured_encoder(options) as plain:
         fused = _capture_fused(plain)
@@ -130,6 +133,8 @@ def run(architecture: str, backend: str, args: argparse.Namespace) -> dict[str, 
             for way, manager in (("plain", plain), ("fused", fused))
         }
         found["auto"] = _auto_choice(plain)
+        # Per heads, head size, dtype and device.
+        found["short_rows"] = list(short_rows._known.values())
         batches = {
             case.name: _images(plain, case.batch.items) for case in STANDARD_CASES
         }
@@ -446,7 +451,6 @@ def _time_steps(
     """Milliseconds of the fused graph for exactly this batch, whole and with one
     thing changed."""
     from vllm_encoder_cg.benchmarking.timing import time_in_turn
-    from vllm_encoder_cg.kernels import launch
     from vllm_encoder_cg.models.fused import modules
     from vllm_encoder_cg.models.fused.alongside import Alongside
     from vllm_encoder_cg.models.fused.attention import Attend
@@ -470,11 +474,7 @@ def _time_steps(
         "short attention up to 2048 rows": [
             mock.patch.object(Attend, "short_rows", 2048)
         ],
-        "kernels launched early": [mock.patch.object(launch, "early_launch", True)],
         "FlashAttention chooses its splits": [mock.patch.object(Attend, "splits", 0)],
-        "one schedule for all layers": [
-            mock.patch.object(Attend, "share_schedule", True)
-        ],
     }
     calls: dict[str, ExactGraph] = {}
     for name, patches in changes.items():
@@ -536,7 +536,10 @@ def _print_details(found: dict[str, Any]) -> None:
     if "failed" in found:
         print(f"{found['encoder']}: FAILED, {found['failed']}", flush=True)
         return
-    print(f"\n{found['encoder']}: {found['graphs']}, auto: {found['auto']}")
+    print(
+        f"\n{found['encoder']}: {found['graphs']}, auto: {found['auto']}, "
+        f"one kernel attends up to {found['short_rows']} rows"
+    )
     for name, profiles in found["profiles"].items():
         for way, rows in profiles.items():
             total = sum(row["us"] for row in rows)

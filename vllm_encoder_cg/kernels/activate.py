@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_encoder_cg.kernels.launch import options
 from vllm_encoder_cg.kernels.reference import ACTIVATIONS
 
 _BLOCK = 1024
@@ -25,14 +24,11 @@ def _activate_kernel(
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH
     source = x + row * x_stride + columns
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if KIND == 0:
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
@@ -73,6 +69,5 @@ def activate(x: torch.Tensor, activation: str, *, gated: bool = False) -> torch.
         KIND=ACTIVATIONS.index(activation),
         GATED=gated,
         num_warps=4,
-        **options(x.device),
     )
     return out

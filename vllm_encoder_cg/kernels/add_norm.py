@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_encoder_cg.kernels.launch import options
-
 
 @triton.jit
 def _add_norm_kernel(
@@ -33,21 +31,18 @@ def _add_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CENTRED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     dtype = normed.dtype.element_ty
-    # First, as they depend on nothing that was launched before.
+    # First, so that they are there when the row's sums are.
     if HAS_WEIGHT:
         factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
         shift = tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_SCALE:
         share = tl.load(scale + columns, mask=mask, other=0.0).to(tl.float32)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         added = tl.load(delta + row * delta_stride + columns, mask=mask, other=0.0)
@@ -116,7 +111,5 @@ def add_norm(
         HAS_BIAS=bias is not None,
         CENTRED=centred,
         num_warps=4 if block <= 2048 else 8,
-        # What adds nothing may be the first on a stream.
-        **options(x.device, early=delta is not None),
     )
     return total, normed

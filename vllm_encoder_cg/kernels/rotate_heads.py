@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_encoder_cg.kernels.launch import options
-
 _BLOCK = 1024
 _LONGEST_RUN = 8
 """Elements of a load of 16 bytes."""
@@ -39,7 +37,6 @@ def _rotate_kernel(
     BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     HALF: tl.constexpr = SIZE // 2
     PLANE: tl.constexpr = HEADS * SIZE
@@ -54,8 +51,6 @@ def _rotate_kernel(
     column = run % (HALF // RUN) * RUN + pair % RUN
     mask = pair < pairs
     dtype = out.dtype.element_ty
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     real = mask
     if HAS_TOTAL:
         total = tl.load(row_total)
@@ -151,6 +146,5 @@ def rotate_heads(
         INTERLEAVED=interleaved,
         HAS_TOTAL=row_total is not None,
         num_warps=4,
-        **options(qkv.device),
     )
     return q, k, packed[:, 2]

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from vllm_encoder_cg.kernels.grid_search import find_sequence, search_steps
-from vllm_encoder_cg.kernels.launch import options
 
 _BOUNDS_BLOCK = 128
 _BLOCK_KEYS = 64
@@ -73,7 +72,6 @@ def _short_attention_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     HALF: tl.constexpr = SIZE // 2
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -83,8 +81,6 @@ def _short_attention_kernel(
     real = begin < end
     last = tl.max(end, axis=0)
     first = tl.min(tl.where(real, begin, last), axis=0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     if first >= last:
         return
 
@@ -190,6 +186,5 @@ def short_attention(
         BLOCK_HALF=max(16, triton.next_power_of_2(size // 2)),
         num_warps=4,
         num_stages=2,
-        **options(qkv.device),
     )
     return out

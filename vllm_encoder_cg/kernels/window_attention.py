@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_encoder_cg.kernels.launch import options
-
 MAX_ROWS = 64
 """Of a sequence."""
 
@@ -33,13 +31,10 @@ def _window_attention_kernel(
     SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     HALF: tl.constexpr = SIZE // 2
     begin = tl.load(starts + tl.program_id(0))
     end = tl.load(starts + tl.program_id(0) + 1)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     if begin >= end:
         return
     head = tl.program_id(1)
@@ -118,6 +113,5 @@ def window_attention(
         BLOCK_ROWS=MAX_ROWS,
         BLOCK_HALF=max(16, triton.next_power_of_2(size // 2)),
         num_warps=4,
-        **options(qkv.device),
     )
     return out

@@ -60,8 +60,6 @@ class Attend(ABC):
     splits: ClassVar[int] = 1
     """Parts in which FlashAttention 3 reads keys; more need a kernel to combine
     them.  0: as it chooses itself."""
-    share_schedule: ClassVar[bool] = False
-    """Whether FlashAttention 3 schedules once for all layers."""
     short_rows: int | None = None
     """Rows of a graph up to which ``kernels.short_attention`` is used instead; None:
     as measured."""
@@ -112,25 +110,7 @@ class Attend(ABC):
             arguments["fa_version"] = version
         if version == 3:
             arguments["num_splits"] = self.splits
-            if self.share_schedule:
-                arguments["scheduler_metadata"] = self._schedule(layer, max_seqlen)
         return arguments
-
-    def _schedule(self, layer: Any, max_seqlen: int) -> torch.Tensor:
-        from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
-
-        return get_scheduler_metadata(
-            batch_size=len(self.starts) - 1,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_k=max_seqlen,
-            num_heads_q=layer.num_heads,
-            num_heads_kv=layer.num_kv_heads,
-            headdim=layer.head_size,
-            cache_seqlens=self.starts[1:] - self.starts[:-1],
-            qkv_dtype=layer.dtype,
-            cu_seqlens_q=self.starts,
-            num_splits=self.splits,
-        )
 
     def __call__(
         self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
