@@ -23,7 +23,9 @@ from tests.support.small_encoders import (
 from tests.support.toy_adapter import make_toy_config
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.models.host_tables import copy_rows
 from vllm_encoder_cg.models.soft_token_positions import PADDING, keep_inside
+from vllm_encoder_cg.models.soft_token_rows import copy_token_rows
 from vllm_encoder_cg.self_check import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 
@@ -83,6 +85,37 @@ def test_what_fits_is_written_inside(
     guarded = Guarded(manager, shape)
     manager.adapter.fill(batch, [2], guarded.buffers, shape)
     guarded.assert_untouched_outside()
+
+
+@pytest.mark.parametrize(
+    ("source", "offsets"),
+    [
+        ((4, 3), [0, 2, 4, 9]),  # rows that are not there
+        ((9, 2), [0, 2, 4, 9]),  # narrower
+        ((9, 1), [0, 2, 4, 9]),  # would be repeated
+        ((9, 6), [0, 2, 4, 9]),  # wider
+        ((40, 3), [0, 2, 4, 40]),  # too many
+    ],
+)
+@pytest.mark.parametrize("indices", [[0, 1, 2], [2, 0], [2]])
+def test_rows_are_compared_with_source_and_buffer(
+    source: tuple[int, ...], offsets: list[int], indices: list[int]
+) -> None:
+    memory = torch.full((64, 3), 7.0)
+    address = memory.data_ptr()
+    buffer = memory[8:24]
+    with pytest.raises(ValueError):
+        copy_rows(torch.zeros(source), offsets, indices, buffer)
+    assert memory.eq(7).all() and memory.data_ptr() == address
+
+
+@pytest.mark.parametrize("length", [3, 8])
+def test_rows_of_a_list_are_compared_with_the_buffer(length: int) -> None:
+    memory = torch.full((8, 5, 2), 7.0)
+    rows = [torch.zeros(length, 2)] * 2
+    with pytest.raises(ValueError):
+        copy_token_rows(rows, [0, 1, 2], [0, 1], memory[2:4])
+    assert memory.eq(7).all()
 
 
 @pytest.mark.parametrize("rows", [-1, 1])

@@ -15,7 +15,7 @@ from tests.support.encoders import LARGEST_SIDE, SETTINGS
 from tests.support.host_reads import NoHostAccess, one_hot
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
-from vllm_encoder_cg.models.gemma4 import write_token_rows
+from vllm_encoder_cg.models.soft_token_rows import write_token_rows
 from vllm_encoder_cg.planner import Plan
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch

@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_encoder_cg.adapter import BufferSpec, EncoderBatch, GraphShape
 from vllm_encoder_cg.definitions import DEFAULT_PATH, EncoderItemSpec
-from vllm_encoder_cg.models.host_tables import copy_rows
 from vllm_encoder_cg.models.padded_samples import (
     TokenGrid,
     random_padded_rows,
@@ -27,12 +25,18 @@ from vllm_encoder_cg.models.padded_samples import (
 )
 from vllm_encoder_cg.models.padded_tower import PaddedTowerAdapter
 from vllm_encoder_cg.models.soft_token_positions import PADDING, keep_inside
+from vllm_encoder_cg.models.soft_token_rows import (
+    Rows,
+    copy_token_rows,
+    read_counts,
+    read_frame_tokens,
+    row_shapes,
+    select_token_rows,
+    write_token_rows,
+)
 
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 _POSITIONS = {"image": "pixel_position_ids", "video": "pixel_position_ids_videos"}
-
-Rows: TypeAlias = torch.Tensor | list[torch.Tensor]
-"""``[rows, patches, ...]``, or a list of ``[patches, ...]``."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,11 @@ class Gemma4Adapter(PaddedTowerAdapter):
         rows_per_item = [1] * len(widths)
         tokens: list[int] | None = None
         if modality == "video":
-            frames = _read_counts(mm_kwargs.get("video_frame_counts"))
+            frames = read_counts(mm_kwargs.get("video_frame_counts"))
             if not frames or sum(frames) != len(widths) or min(frames) < 1:
                 return None
             rows_per_item = frames
-            tokens = _read_frame_tokens(mm_kwargs.get("video_num_soft_tokens"), frames)
+            tokens = read_frame_tokens(mm_kwargs.get("video_num_soft_tokens"), frames)
         if tokens is None:
             tokens = self._count_tokens(positions)
         if not all(0 < n <= w for n, w in zip(tokens, widths, strict=True)):
@@ -164,7 +168,7 @@ class Gemma4Adapter(PaddedTowerAdapter):
 
     def _read_widths(self, pixels: Any, positions: Any) -> list[int] | None:
         """Soft tokens that each row has room for; None: not such rows."""
-        shapes, places = _row_shapes(pixels), _row_shapes(positions)
+        shapes, places = row_shapes(pixels), row_shapes(positions)
         if not shapes or len(shapes) != len(places):
             return None
         widths = []
@@ -201,8 +205,8 @@ class Gemma4Adapter(PaddedTowerAdapter):
     ) -> None:
         items: Gemma4Items = batch.payload
         offsets = items.row_offsets
-        written = _copy(items.pixels, offsets, indices, buffers["pixels"])
-        _copy(items.positions, offsets, indices, buffers["positions"])
+        written = copy_token_rows(items.pixels, offsets, indices, buffers["pixels"])
+        copy_token_rows(items.positions, offsets, indices, buffers["positions"])
         # A row that is not used may hold positions beyond this graph's width.
         buffers["positions"][written:].fill_(PADDING)
         table = self.host_tables.take(shape.capacity.tokens)
@@ -256,8 +260,8 @@ class Gemma4Adapter(PaddedTowerAdapter):
         offsets = items.row_offsets
         rows = [r for i in indices for r in range(offsets[i], offsets[i + 1])]
         mm_kwargs: dict[str, Any] = {
-            _PIXELS[batch.modality]: _select(items.pixels, rows),
-            _POSITIONS[batch.modality]: _select(items.positions, rows),
+            _PIXELS[batch.modality]: select_token_rows(items.pixels, rows),
+            _POSITIONS[batch.modality]: select_token_rows(items.positions, rows),
         }
         if batch.modality == "video":
             counts = [offsets[i + 1] - offsets[i] for i in indices]
@@ -315,79 +319,3 @@ class Gemma4Adapter(PaddedTowerAdapter):
             self.dtype,
             generator,
         )
-
-
-def write_token_rows(counts: Sequence[int], width: int, out: np.ndarray) -> None:
-    """Writes which pooled rows are tokens, in order; the rest of `out` is 0.
-
-    Args:
-        counts: real tokens of each image or frame; its pooled rows begin at a
-            multiple of `width`, the real ones first.
-        out: ``[capacity tokens] int32``.
-    """
-    each = np.asarray(counts, dtype=np.int64)
-    total = int(each.sum())
-    before = np.cumsum(each) - each
-    shifts = np.arange(len(counts)) * width - before
-    out[:total] = np.arange(total) + np.repeat(shifts, each)
-    out[total:] = 0
-
-
-def _row_shapes(value: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each row; empty: no tensors."""
-    if isinstance(value, torch.Tensor):
-        return [(tuple(value.shape[1:]), value.dtype)] * len(value)
-    if not isinstance(value, (list, tuple)):
-        return []
-    if not all(isinstance(row, torch.Tensor) for row in value):
-        return []
-    return [(tuple(row.shape), row.dtype) for row in value]
-
-
-def _read_counts(value: Any) -> list[int] | None:
-    if isinstance(value, torch.Tensor):
-        return value.flatten().tolist()
-    return None if value is None else [int(count) for count in value]
-
-
-def _read_frame_tokens(value: Any, frames: Sequence[int]) -> list[int] | None:
-    """Tokens of each frame, from what vLLM keeps on the host; None: not there."""
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    if not isinstance(value, (list, tuple)) or len(value) != len(frames):
-        return None
-    tokens: list[int] = []
-    for of_video, count in zip(value, frames, strict=True):
-        per_frame = _read_counts(of_video)
-        if per_frame is None or len(per_frame) != count:
-            return None
-        tokens += per_frame
-    return tokens
-
-
-def _copy(
-    source: Rows, offsets: Sequence[int], indices: Sequence[int], buffer: torch.Tensor
-) -> int:
-    """Copies the rows of the items at `indices`; returns how many."""
-    if isinstance(source, torch.Tensor):
-        return copy_rows(source, offsets, indices, buffer, cleared=0)
-    rows = [row for i in indices for row in range(offsets[i], offsets[i + 1])]
-    if len(rows) > len(buffer):
-        raise ValueError(
-            f"{len(rows)} rows do not fit a captured buffer of {len(buffer)}"
-        )
-    chosen = [source[row] for row in rows]
-    if all(values.device == buffer.device for values in chosen) and len(chosen) > 1:
-        torch.stack(chosen, out=buffer[: len(chosen)])  # one launch
-    else:
-        for slot, values in enumerate(chosen):
-            buffer[slot].copy_(values, non_blocking=True)
-    return len(chosen)
-
-
-def _select(source: Rows, rows: Sequence[int]) -> Rows:
-    if isinstance(source, list) or rows != list(range(len(source))):
-        picked = [source[row] for row in rows]
-        uniform = len({row.shape for row in picked}) == 1
-        return torch.stack(picked) if uniform else picked
-    return source

@@ -127,13 +127,20 @@ def copy_rows(
         The rows written.
 
     Raises:
-        ValueError: they are more than the buffer holds.
+        ValueError: they are more, or of another shape, than the buffer holds, or
+            than there are.
     """
     ranges = _row_ranges(offsets, indices)
     written = sum([stop - start for start, stop in ranges])
     capacity = buffer.shape[0]
     if written > capacity:
         raise ValueError(f"{written} rows do not fit a captured buffer of {capacity}")
+    last = max(ranges, default=(0, 0))[1]
+    if last > source.shape[0] or source.shape[1:] != buffer.shape[1:]:
+        raise ValueError(
+            f"rows up to {last} of {tuple(source.shape)} cannot be copied into "
+            f"{tuple(buffer.shape)}"
+        )
     if len(ranges) == 1:
         start, stop = ranges[0]
         rows = source if written == source.shape[0] else source[start:stop]
