@@ -268,6 +268,7 @@ class TestCommand:
             ({"architecture": QWEN3, "items": ["12"]}, "items: got '12'"),
             ({"architecture": QWEN3, "settings": "{"}, "settings: got '{'"),
             ({"architecture": QWEN3, "settings": '{"a": 1}'}, "encoder_cg.a: unknown"),
+            ({"model": "/no/such/folder"}, "/no/such/folder"),
         ],
     )
     def test_wrong_arguments(

@@ -80,12 +80,36 @@ def test_models_as_json() -> None:
         (("--architecture", "b"), "there is no sample of 'b'"),
         (("--architecture", ARCHITECTURE, "--items", "12"), "items: got '12'"),
         (("--architecture", ARCHITECTURE, "--budgets", "1,x"), "budgets: got '1,x'"),
+        (("--architecture", ARCHITECTURE, "--tolerance", "nan"), "'--tolerance'"),
+        (("--architecture", ARCHITECTURE, "--tolerance", "-1"), "'--tolerance'"),
+        (("--architecture", ARCHITECTURE, "--max-tokens", "0"), "'--max-tokens'"),
+        (("--architecture", ARCHITECTURE, "--batches", "-1"), "'--batches'"),
     ],
 )
 def test_wrong_arguments_of_verify(arguments: tuple[str, ...], message: str) -> None:
     result = run("verify", *arguments)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"architecture": ARCHITECTURE, "budgets": "16,0"}, "must be positive"),
+        ({"architecture": ARCHITECTURE, "dtype": "float99"}, "float99"),
+        ({"architecture": ARCHITECTURE, "backend": "NONE_SUCH"}, "NONE_SUCH"),
+        ({"model": "/no/such/folder"}, "/no/such/folder"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_built_is_no_difference(
+    arguments: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1 says that an encoder differs."""
+    with pytest.raises(SystemExit) as end:
+        verify(**arguments, items="64x64")
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_verify_writes_what_it_found(tmp_path: Path) -> None:

@@ -90,7 +90,10 @@ def bench(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        Option(help="Largest automatic budget. Default: 16384; a small sample: 1024."),
+        Option(
+            help="Largest automatic budget. Default: 16384; a small sample: 1024.",
+            min=1,
+        ),
     ] = None,
     settings: Annotated[
         str,
@@ -157,7 +160,7 @@ def bench(
     cases = given or (SMALL_CASES if options.is_small else STANDARD_CASES)
     try:
         benchmark = _run(options, cases, rounds, limit_s, in_tree, floor, growth)
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, OSError) as error:
         fail(str(error))
     _print(benchmark, on_cpu)
     write_json(json, benchmark.records())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -82,7 +83,10 @@ def verify(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        Option(help="Largest automatic budget. Default: 16384; a small sample: 1024."),
+        Option(
+            help="Largest automatic budget. Default: 16384; a small sample: 1024.",
+            min=1,
+        ),
     ] = None,
     budgets: Annotated[
         str | None, Option(help="Token budgets instead of the automatic ones: 64,256.")
@@ -91,10 +95,11 @@ def verify(
         int | None,
         Option(
             help="Longest side, in pixels, of the default cases. Default: 2048; a "
-            "small sample: 512."
+            "small sample: 512.",
+            min=1,
         ),
     ] = None,
-    batches: Annotated[int, Option(help="Random batches in a row.")] = 100,
+    batches: Annotated[int, Option(help="Random batches in a row.", min=0)] = 100,
     poison: Annotated[
         bool, Option("--poison", help="Fill buffers with NaN before every call.")
     ] = False,
@@ -102,7 +107,8 @@ def verify(
         float | None,
         Option(
             help="Largest relative norm of the difference, per item. Default: 1e-4 "
-            "in float32, 1e-2 in float16, 2e-2 in bfloat16."
+            "in float32, 1e-2 in float16, 2e-2 in bfloat16.",
+            min=0,
         ),
     ] = None,
     trust_remote_code: Annotated[
@@ -153,7 +159,11 @@ def verify(
 
     from vllm_encoder_cg.verification import Verifier, standard_cases
 
-    with captured_encoder(options) as manager:
+    with contextlib.ExitStack() as stack:
+        try:
+            manager = stack.enter_context(captured_encoder(options))
+        except (ValueError, OSError) as error:  # of an option, or no such checkpoint
+            fail(str(error))
         try:
             verifier = Verifier(manager, tolerance=tolerance, seed=seed)
         except ValueError as error:
