@@ -79,25 +79,16 @@ def measure_costs(
     replay_ms: dict[GraphKey, float] = {}
     eager_ms: dict[str, dict[int, float]] = {}
     for group in _by_path_and_axis(list(graphs.graphs)).values():
-        with_eager = _keys_for_eager(group)
-        small = [k for k in group if k.token_budget <= _ALL_UP_TO_TOKENS]
-        small = _spread(small, _MOST_REPLAYS)
-        samples = {}
-        for key in dict.fromkeys((*small, *with_eager)):
+        last = 0, 0.0
+        for key in _keys_for_eager(group):
             sample = _cost_sample(adapter, graphs, key)
             if sample is None:
                 return None
-            samples[key] = sample
-        # In turn, since neighbours are compared with each other.
-        calls = [samples[key].replay for key in small]
-        replay_ms |= zip(small, _time_in_turn(calls, ranks), strict=True)
-        last = 0, 0.0
-        for key in with_eager:
-            sample = samples[key]
-            ms, time_ms = _time_in_turn([sample.replay, sample.eager], ranks)
-            replay_ms.setdefault(key, ms)
+            calls = [sample.replay(key), sample.eager]
+            replay_ms[key], time_ms = _time_in_turn(calls, ranks)
             last = sample.tokens, time_ms * _EAGER_PENALTY
             _keep_least(eager_ms.setdefault(key.path, {}), *last)
+        _time_small_replays(adapter, graphs, group, replay_ms, ranks)
         # What is larger is bound by the GPU, and takes longer by as much as a replay
         # does.
         replays = MeasuredCosts(replay_ms, {})
@@ -110,6 +101,32 @@ def measure_costs(
                 eager_ms[largest.path], largest.token_budget, time_ms + max(0.0, more)
             )
     return MeasuredCosts(replay_ms, eager_ms)
+
+
+def _time_small_replays(
+    adapter: EncoderAdapter,
+    graphs: GraphSet,
+    group: Sequence[GraphKey],
+    replay_ms: dict[GraphKey, float],
+    ranks: EncoderRanks,
+) -> None:
+    """Adds the times of all small graphs of a group, which are compared with each
+    other.
+
+    So they are timed in turn, on one batch: how the attention of two batches
+    compares, even of as many tokens, would hide how the graphs do.  What attention
+    takes of a full graph is known of the largest of these, and in proportion.
+    """
+    small = [k for k in group if k.token_budget <= _ALL_UP_TO_TOKENS]
+    small = _spread(small, _MOST_REPLAYS)
+    sample = _cost_sample(adapter, graphs, group[0])
+    if len(small) < 2 or sample is None:
+        return
+    times = _time_in_turn([sample.replay(key) for key in small], ranks)
+    largest = small[-1]
+    attention_ms = max(0.0, replay_ms[largest] - times[-1])
+    for key, ms in zip(small, times, strict=True):
+        replay_ms[key] = ms + attention_ms * key.token_budget / largest.token_budget
 
 
 def _keep_least(times: dict[int, float], tokens: int, ms: float) -> None:
@@ -179,7 +196,8 @@ class _CostSample:
     """One batch, by graph and eagerly."""
 
     tokens: int
-    replay: Call
+    replay: Callable[[GraphKey], Call]
+    """Takes a graph that holds the batch."""
     eager: Call
 
 
@@ -193,7 +211,7 @@ def _cost_sample(
     indices = _items_on_path(batch.specs, key.path)
     return _CostSample(
         sum(batch.specs[i].get_path_output_tokens(key.path) for i in indices),
-        _replay_call(adapter, graphs, key, batch, indices),
+        lambda by: _replay_call(adapter, graphs, by, batch, indices),
         lambda: adapter.eager(batch, indices, key.path),
     )
 
