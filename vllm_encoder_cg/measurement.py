@@ -31,7 +31,7 @@ _ALL_UP_TO_TOKENS = 1024
 are timed."""
 _MOST_REPLAYS = 40
 """Or so many of them."""
-_EAGER_TOKENS = (1024, 1536, 2048, 4096)
+_EAGER_TOKENS = (768, 1024, 1536, 2048, 4096)
 """Where both are timed, and at the smallest graph.  Near 1024 tokens an eager forward
 stops waiting for its own launches and begins to grow; from there on both grow
 evenly."""
