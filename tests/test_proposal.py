@@ -87,6 +87,12 @@ def test_the_simulation_is_the_planner() -> None:
     assert outcome.demands == {"default": {300: 1, 200: 1, 5000: 1}}
 
 
+def test_a_graph_of_whole_tiles_computes_more_than_its_budget() -> None:
+    traffic = Traffic({((150,),): 1.0}, 144, 200, {"default": 144})
+    outcome = simulate(traffic, ladder(200), UNMEASURED)
+    assert outcome.padded_tokens == 2 * 144 - 150
+
+
 def test_items_per_replay_count() -> None:
     outcome = simulate(images((10,) * 6), ladder(64, max_items=2), UNMEASURED)
     assert outcome.replays == 3

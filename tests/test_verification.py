@@ -85,6 +85,18 @@ def test_a_sound_encoder_passes(
     assert result.padding == pytest.approx(1 - 20 / 128)
 
 
+def test_padding_is_that_of_the_statistics(
+    encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of whole tiles computes more than its budget."""
+    sound = encoders.get("Gemma3ForConditionalGeneration").manager
+    manager = make_variant(sound, monkeypatch, budgets=(20,), self_check=False)
+    manager.capture()
+    result = Verifier(manager).run(Case("one image", (images((64, 64)),)))
+    assert result.budgets == [20] and result.computed_tokens > 20
+    assert result.padding == manager.get_cumulative_stats()["padding_rate"] > 0
+
+
 @pytest.mark.parametrize(
     "fault", [AttendsAcrossImages, KeepsStaleGrids, SwapsItems, ReadsPadding]
 )

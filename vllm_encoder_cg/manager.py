@@ -20,7 +20,7 @@ from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
-from vllm_encoder_cg.definitions import EagerReason
+from vllm_encoder_cg.definitions import EagerReason, GraphKey
 from vllm_encoder_cg.forward_choice import choose_forward
 from vllm_encoder_cg.known_costs import KnownCosts
 from vllm_encoder_cg.logger import init_logger
@@ -170,6 +170,11 @@ class EncoderCudaGraphManager:
     def is_captured(self) -> bool:
         """Whether there is a graph to replay."""
         return self._planner is not None
+
+    def computed_tokens(self, key: GraphKey) -> int:
+        """Output tokens that a replay of a graph computes: its budget, or more where
+        it is of whole rows or tiles."""
+        return self._graphs.shapes[key].capacity.tokens
 
     def get_num_graphs_to_capture(self) -> int:
         """Graphs that ``capture`` will try to record."""

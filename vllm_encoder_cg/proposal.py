@@ -106,7 +106,7 @@ def simulate(traffic: Traffic, ladder: Ladder, costs: CostModel) -> Outcome:
                     continue
                 outcome.replays += weight
                 outcome.real_tokens += weight * step.tokens
-                padded = max(0, step.key.token_budget - step.tokens)
+                padded = capacities[step.key].tokens - step.tokens
                 outcome.padded_tokens += weight * padded
     return outcome
 

@@ -52,6 +52,9 @@ class CaseResult:
     tokens: int = 0
     replayed_tokens: int = 0
     """Tokens of items that went through graphs, all paths together."""
+    computed_tokens: int = 0
+    """What those graphs computed: their budgets, or more where they are of whole rows
+    or tiles."""
     budgets: list[int] = field(default_factory=list)
     """Budgets replayed, in order."""
     error: float = 0.0
@@ -71,8 +74,8 @@ class CaseResult:
     @property
     def padding(self) -> float:
         """Share of the replayed tokens that belong to no item."""
-        total = sum(self.budgets)
-        return max(0.0, 1 - self.replayed_tokens / total) if total else 0.0
+        total = self.computed_tokens
+        return 1 - self.replayed_tokens / total if total else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -180,6 +183,7 @@ class Verifier:
                     eager = step.eager
                 else:
                     result.budgets.append(step.key.token_budget)
+                    result.computed_tokens += self.manager.computed_tokens(step.key)
                     result.replayed_tokens += step.tokens
             if eager is None:
                 result.hits += len(sub_batch.indices)

@@ -232,7 +232,7 @@ class EncoderTimer:
         finally:
             self.manager.observer = None
         replays = [
-            (step.tokens, step.key.token_budget)
+            (step.tokens, self.manager.computed_tokens(step.key))
             for plan in seen
             for sub_batch in plan.sub_batches
             for step in sub_batch.steps.values()
