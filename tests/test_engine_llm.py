@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.engines import (
     ADDITIONAL_CONFIG,
@@ -122,3 +123,31 @@ def test_requests_together_equal_requests_alone(llm: Any) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs = llm.chat([p.messages for p in prompts], sampling, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == alone
+
+
+def test_reloaded_weights_are_replayed(
+    llm: Any,
+    manager: EncoderCudaGraphManager,
+    tokens_without_graphs: dict[str, list[int]],
+) -> None:
+    """By vLLM's own reload, which writes in place: graphs stay and see the values."""
+    name, weight = next(iter(manager.model.visual.merger.named_parameters()))
+    values = weight.detach().clone()
+
+    def reload(value: torch.Tensor) -> None:
+        weights = [(f"visual.merger.{name}", value)]
+        options = {"weights_iterator": weights, "is_checkpoint_format": False}
+        with torch.no_grad():
+            llm.collective_rpc("reload_weights", kwargs=options)
+
+    reload(-3 * values)
+    try:
+        assert torch.equal(weight, -3 * values)
+        hits, _ = counts(manager)
+        changed = generate(llm, PROMPTS["china"])
+        assert changed != tokens_without_graphs["china"]
+        assert counts(manager)[0] == hits + 1
+    finally:
+        reload(values)
+    assert generate(llm, PROMPTS["china"]) == tokens_without_graphs["china"]
+    assert manager.get_cumulative_stats()["num_budgets"] == len(BUDGETS)

@@ -220,6 +220,8 @@ def _sleep_and_wake(context: Context, llm: Any, prompt: Any, sampling: Any) -> N
         output = llm.chat(prompt.messages, sampling, use_tqdm=False)[0]
         return list(output.outputs[0].token_ids)
 
+    scheduler = llm.llm_engine.vllm_config.scheduler_config
+    context.figures["async_scheduling"] = scheduler.async_scheduling
     expected = tokens()
     manager = manager_of(llm)
     assert manager is not None and manager.is_captured()
