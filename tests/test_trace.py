@@ -341,6 +341,9 @@ def test_what_cannot_be_written_in_time_is_left_out_and_said(
         ("absent/trace.jsonl", "has no folder"),
         ("file/trace.jsonl", "has no folder"),
         (".", "is a folder"),
+        ("x" * 5000, "File name too long"),
+        ("x" * 254, "File name too long"),  # with the number of a process
+        ("trace\0.jsonl", "zero byte"),
     ],
 )
 def test_a_name_that_cannot_be_written_to_is_refused_at_start_up(

@@ -41,19 +41,27 @@ def check_trace_file(trace_file: str) -> None:
     """Refuses a name that cannot be written to.
 
     Raises:
-        ValueError: its folder does not exist or is not writable, or it is a folder.
+        ValueError: its folder does not exist or is not writable, or it is a folder or
+            no name of a file.
     """
     wanted = Path(trace_file)
     folder = wanted.parent
-    if wanted.is_dir() or not wanted.name:
-        reason, remedy = "is a folder", "name a file in it, such as trace.jsonl"
-    elif not folder.is_dir():
-        reason, remedy = f"has no folder {folder} here", "create it, or name another"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"is in {folder}, to which this process may not write"
-        remedy = "name another folder"
-    else:
-        return
+    try:
+        if wanted.is_dir() or not wanted.name:
+            reason, remedy = "is a folder", "name a file in it, such as trace.jsonl"
+        elif not folder.is_dir():
+            reason = f"has no folder {folder} here"
+            remedy = "create it, or name another"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            reason = f"is in {folder}, to which this process may not write"
+            remedy = "name another folder"
+        elif "\0" in trace_file:
+            reason, remedy = "has a zero byte", "leave it out"
+        else:
+            file_of_process(trace_file)
+            return
+    except OSError as error:  # a name too long, or behind a folder that is closed
+        reason, remedy = f"cannot be looked for ({error.strerror})", "name another file"
     raise ValueError(f"{_OPTION}: got {trace_file!r}, which {reason}; {remedy}")
 
 
