@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.encoders import Encoders
+from tests.support.small_encoders import ARCHITECTURES, SmallEncoders, ordinary_images
 from tests.support.variants import make_variant
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.integration import patches, runners
@@ -74,6 +75,42 @@ def test_written_weights_are_seen_by_the_next_replay(
     assert relative_norm(after, expected) < 1e-4
     assert relative_norm(after, before) > 0.5
     assert manager.stats.misses.total() == 0
+
+
+@pytest.mark.parametrize("fused", ["off", "on"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_written_weight_is_seen(
+    architecture: str,
+    fused: str,
+    small_encoders: SmallEncoders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No adapter keeps a copy of a weight, in whatever layout."""
+    base = small_encoders.get(architecture)
+    manager = make_variant(
+        base, monkeypatch, budgets=base.token_budgets, fused=fused, cost_model=False
+    )
+    manager.capture()
+    mm_kwargs = ordinary_images(manager)
+    generator = torch.Generator().manual_seed(0)
+    places = [p.tensor for p in manager._weights._places if p.tensor is not None]
+    saved = [tensor.clone() for tensor in places]
+    with torch.no_grad():
+        for tensor in places:
+            scale = 1 + 0.2 * torch.rand(tensor.shape, generator=generator)
+            tensor.mul_(scale.to(tensor.dtype))
+    try:
+        outputs = manager.execute(mm_kwargs)
+        expected = eager_embeddings(manager.model, mm_kwargs)
+    finally:
+        with torch.no_grad():
+            for tensor, values in zip(places, saved, strict=True):
+                tensor.copy_(values)
+    assert outputs is not None and manager.stats.misses.total() == 0
+    errors = [relative_norm(a, b) for a, b in zip(outputs, expected, strict=True)]
+    assert max(errors) < 1e-4
+    before = small_encoders.expected(architecture)
+    assert all(relative_norm(a, b) > 1e-3 for a, b in zip(outputs, before, strict=True))
 
 
 def test_replaced_weights_drop_the_graphs_at_once(
