@@ -31,12 +31,13 @@ class Stream:
     def __init__(self, name: str) -> None:
         self.name = name
         self.waited: list[str] = []
+        self.synchronized = False
 
     def wait_stream(self, other: Stream) -> None:
         self.waited.append(other.name)
 
     def synchronize(self) -> None:
-        pass
+        self.synchronized = True
 
 
 class Cuda:
@@ -244,3 +245,21 @@ def test_rows_that_a_graph_does_not_have_are_refused(graphs: GraphSet) -> None:
     adapter: Any = SimpleNamespace(output_rows=lambda *_: 2)
     with pytest.raises(ValueError, match="2 rows are more than the 1"):
         graphs.replay(KEY, adapter, None, [0])
+
+
+@pytest.mark.parametrize("release", [GraphSet.wait, GraphSet.drop_all])
+def test_buffers_are_given_back_after_the_last_replay(
+    release: Any, cuda: Cuda, graphs: GraphSet
+) -> None:
+    adapter: Any = Adapter(cuda)
+    cuda.current = stream = Stream("serving")
+    graphs.replay(KEY, adapter, None, [0])
+    cuda.current = Stream("capturing anew")
+    assert not stream.synchronized
+    release(graphs)
+    assert stream.synchronized
+
+
+def test_graphs_that_never_ran_are_given_back_at_once(graphs: GraphSet) -> None:
+    graphs.drop_all()
+    assert graphs.graphs == {}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -53,8 +54,17 @@ class GraphSet:
         self.graphs.pop(key, None)
         self.dropped[key] = self.shapes[key].capacity
 
+    def wait(self) -> None:
+        """Until no replay is under way: memory that is given back may be taken at
+        once by another stream than theirs."""
+        if self._stream is not None:
+            # After an error of CUDA nothing runs any more.
+            with contextlib.suppress(RuntimeError):
+                self._stream.synchronize()
+
     def drop_all(self) -> None:
         """Takes all graphs out of use and gives their buffers back."""
+        self.wait()
         for key in list(self.graphs):
             self.drop(key)
             self.release_unused(key.path)

@@ -285,6 +285,7 @@ class EncoderCudaGraphManager:
     def clear(self) -> None:
         """Releases all graphs and their buffers; ``execute`` then returns None
         until the next ``capture``."""
+        self._graphs.wait()
         self._planner = self._runner = None
         self.costs = None
         self._rates = None
