@@ -19,7 +19,7 @@ from vllm_encoder_cg.kernels.grid_search import (
 _BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "steps", "rows"])
 def _locate_kernel(
     row_starts,
     heights,

@@ -25,7 +25,7 @@ _FEW_ROWS = 512
 """Up to here, smaller blocks of queries occupy more of the GPU."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "steps", "rows"])
 def _bounds_kernel(starts, bounds, sequences, steps, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
@@ -55,7 +55,7 @@ def sequence_bounds(starts: torch.Tensor, rows: int) -> torch.Tensor:
     return bounds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _short_attention_kernel(
     qkv,
     cos,

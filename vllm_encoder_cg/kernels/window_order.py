@@ -15,7 +15,7 @@ from vllm_encoder_cg.kernels.grid_search import find_sequence, search_steps
 _BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "steps", "units"])
 def _window_kernel(
     row_starts,
     heights,
