@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.encoders import Encoders
+from tests.support.small_encoders import SmallEncoders
 from tests.support.variants import make_variant
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.models.finite_pixels import (
@@ -37,11 +37,11 @@ bad_values = pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.fixture(params=ARCHITECTURES)
 def manager(
     request: pytest.FixtureRequest,
-    encoders: Encoders,
+    small_encoders: SmallEncoders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> EncoderCudaGraphManager:
     """Captured so that a tower which gets what is not finite fails."""
-    base = encoders.get(request.param).manager
+    base = small_encoders.get(request.param)
     seen = "tower_forward" if request.param in (ERNIE, KIMI) else "captured_encode"
     original = getattr(type(base.adapter), seen)
 

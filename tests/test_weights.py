@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.encoders import Encoders
 from tests.support.small_encoders import ARCHITECTURES, SmallEncoders, ordinary_images
 from tests.support.variants import make_variant
 from vllm_encoder_cg.definitions import EagerReason
@@ -25,8 +24,8 @@ GEMMA3 = "Gemma3ForConditionalGeneration"
 
 
 @pytest.fixture(scope="module")
-def shared(encoders: Encoders) -> EncoderCudaGraphManager:
-    return encoders.get(GEMMA3).manager
+def shared(small_encoders: SmallEncoders) -> EncoderCudaGraphManager:
+    return small_encoders.get(GEMMA3)
 
 
 @pytest.fixture
