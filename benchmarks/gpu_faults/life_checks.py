@@ -54,6 +54,31 @@ def written_weights(context: Context) -> None:
     serve(manager)
 
 
+@check("weights: all written in place, by either forward")
+def all_written_weights(context: Context) -> None:
+    base = context.encoders.get()
+    mm_kwargs = images(base, (224, 224), (96, 64))
+    for fused in ("off", "on"):
+        manager = variant(base, fused=fused)
+        manager.capture()
+        places = manager._weights._places
+        weights = [place.tensor for place in places if place.tensor is not None]
+        saved = [weight.clone() for weight in weights]
+        try:
+            with torch.no_grad():
+                for weight in weights:
+                    weight.mul_(1 + 0.2 * torch.rand_like(weight))
+            outputs = manager.execute(mm_kwargs)
+            context.figures[f"error_{fused}"] = assert_close(
+                manager, outputs, eager(manager, mm_kwargs)
+            )
+        finally:
+            with torch.no_grad():
+                for weight, values in zip(weights, saved, strict=True):
+                    weight.copy_(values)
+            manager.clear()
+
+
 @check("weights: replaced, noticed, and right after capturing again")
 def replaced_weights(context: Context) -> None:
     manager = variant(context.encoders.get())

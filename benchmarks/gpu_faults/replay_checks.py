@@ -201,7 +201,9 @@ def _find_wait(manager: EncoderCudaGraphManager) -> str | None:
     assert manager.execute(first) is not None
     torch.cuda.synchronize()
     failed: list[BaseException] = []
-    count = manager._count_failure
+    assert manager._executor is not None
+    log = manager._executor.log
+    count = log.failed
 
     def note(batch: Any) -> None:
         import sys
@@ -209,13 +211,13 @@ def _find_wait(manager: EncoderCudaGraphManager) -> str | None:
         failed.append(sys.exc_info()[1] or RuntimeError("unknown"))
         count(batch)
 
-    manager._count_failure = note  # type: ignore[method-assign]
+    log.failed = note  # type: ignore[method-assign]
     torch.cuda.set_sync_debug_mode("error")
     try:
         outputs = manager.execute(second)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        del manager._count_failure
+        del log.failed
     if failed:
         return f"{type(failed[0]).__name__}: {failed[0]}"[:200]
     assert outputs is not None
