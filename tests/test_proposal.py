@@ -118,6 +118,16 @@ def test_no_traffic_is_refused() -> None:
         propose(Traffic({}, 64, 4096), ProposalLimits(8), UNMEASURED, estimate_memory())
 
 
+def test_no_budget_is_below_the_number_of_items() -> None:
+    """vLLM's start refuses that."""
+    limits = ProposalLimits(4, largest=5)
+    proposed, _ = propose(images((3,)), limits, UNMEASURED, estimate_memory())
+    assert proposed == ladder(5, max_items=5)
+    with pytest.raises(ValueError, match="largest: got 5, less than max-items, 6"):
+        limits = ProposalLimits(4, max_items=6, largest=5)
+        propose(images((3,)), limits, UNMEASURED, estimate_memory())
+
+
 def test_a_largest_budget_for_what_was_not_recorded() -> None:
     limits = ProposalLimits(4, largest=4096)
     proposed, _ = propose(images((100,)), limits, UNMEASURED, estimate_memory())

@@ -147,6 +147,14 @@ def propose(
     max_items = limits.max_items or min(
         _MOST_ITEMS, max(_FEWEST_ITEMS, traffic.most_items)
     )
+    if limits.largest is not None and max_items > limits.largest:
+        # No budget may be smaller than the number of items.
+        if limits.max_items is not None:
+            raise ValueError(
+                f"largest: got {limits.largest}, less than max-items, {max_items}; an "
+                "item has at least one token"
+            )
+        max_items = limits.largest
     bytes_allowed = math.inf if limits.memory_gib is None else limits.memory_gib * 2**30
     paths = len(traffic.paths)
     whole = GraphMemory(memory.bytes_per_token * paths, memory.bytes_per_graph * paths)
