@@ -143,14 +143,15 @@ def run(
 
 def measure(manager: Any, mm_kwargs: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Tokens, sub-batches, and microseconds: in all, per step, and the rest."""
-    adapter, graphs, planner = manager.adapter, manager._graphs, manager._planner
+    adapter, graphs = manager.adapter, manager._graphs
+    planner, log = manager._executor.planner, manager._executor.log
     batch = adapter.parse(mm_kwargs)
     plan = planner.plan(batch.specs)
     steps = dict.fromkeys(STEPS, 0.0)
     total = time_us(lambda: manager.execute(mm_kwargs), rounds)
     steps["parse"] = time_us(lambda: adapter.parse(mm_kwargs), rounds)
     steps["plan"] = time_us(lambda: planner.plan(batch.specs), rounds)
-    steps["statistics"] = time_us(lambda: manager._finish(batch, plan, None), rounds)
+    steps["statistics"] = time_us(lambda: log.finished(batch, plan, None), rounds)
     for sub_batch in plan.sub_batches:
         indices = sub_batch.indices
         rows = {}

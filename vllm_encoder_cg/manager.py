@@ -9,18 +9,18 @@ what a model's inputs look like is its adapter's business.
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
+from vllm_encoder_cg.batch_executor import BatchExecutor
+from vllm_encoder_cg.batch_log import BatchLog, Observer
 from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
-from vllm_encoder_cg.definitions import EagerReason, GraphKey
+from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.forward_choice import choose_forward
 from vllm_encoder_cg.known_costs import KnownCosts
 from vllm_encoder_cg.logger import init_logger
@@ -34,16 +34,13 @@ from vllm_encoder_cg.reporter import Reporter
 from vllm_encoder_cg.self_check import SelfCheck
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
-from vllm_encoder_cg.sharding import PathRate, assign_items, place, weigh_items
+from vllm_encoder_cg.sharding import PathRate
 from vllm_encoder_cg.step_timer import StepTimer
 from vllm_encoder_cg.stopwatch import Stopwatch
 from vllm_encoder_cg.trace import trace_header
 from vllm_encoder_cg.weights import WeightWatch
 
 logger = init_logger(__name__)
-
-Observer: TypeAlias = Callable[[EncoderBatch, Plan, list[torch.Tensor] | None], None]
-"""Takes a batch, its plan, and what ``execute`` is about to return for it."""
 
 
 class EncoderCudaGraphManager:
@@ -80,16 +77,13 @@ class EncoderCudaGraphManager:
         """Called after each batch with its plan as it was run; None: nobody."""
         self._graphs = GraphSet.empty(self.device)
         self._weights = WeightWatch(None)
-        self._stale = False
-        """Whether the graphs were dropped because weights were replaced."""
-        self._planner: Planner | None = None
-        self._runner: PlanRunner | None = None
+        self._executor: BatchExecutor | None = None
+        """As long as there are graphs."""
         self.costs: CostModel | None = None
         """What the planner prices plans by; None: packed as the reference
         design packs.  The same table on every rank."""
         self._rates: dict[str, PathRate] | None = None
         """What items are shared by; None: by input size."""
-        self._failed = False
         self.token_budgets: list[int] = []
         self._shapes: list[GraphShape] = []
         if self.active:
@@ -169,7 +163,7 @@ class EncoderCudaGraphManager:
 
     def is_captured(self) -> bool:
         """Whether there is a graph to replay."""
-        return self._planner is not None
+        return self._executor is not None
 
     def computed_tokens(self, key: GraphKey) -> int:
         """Output tokens that a replay of a graph computes: its budget, or more where
@@ -195,7 +189,8 @@ class EncoderCudaGraphManager:
                 ``"raise"``.
         """
         watch = Stopwatch()
-        if self._stale:  # perhaps a module that the adapter holds is another now
+        if self._executor is not None and self._executor.stale:
+            # Perhaps a module that the adapter holds is another now.
             self.adapter, _ = adapt(self.model, self.vllm_config)
             self._check = self._make_check()
         self.clear()
@@ -246,10 +241,24 @@ class EncoderCudaGraphManager:
                 watch.lap("costs")
             if self._ranks.share_items:
                 self._gather.measure()
-        self._make_planner()
-        self._runner = PlanRunner(
-            self.adapter, self._graphs, self._check, self._timer, self._make_planner
+        self._executor = BatchExecutor(
+            self.adapter,
+            self._new_planner(),
+            PlanRunner(
+                self.adapter, self._graphs, self._check, self._timer, self._make_planner
+            ),
+            self._ranks,
+            self._gather,
+            self._rates,
+            BatchLog(
+                self.stats,
+                self._reporter,
+                self._ranks,
+                self._graphs.shapes,
+                self._observe,
+            ),
         )
+        self._count_graphs()
         watch.lap("rest")
         self._capture_time = watch
         self._timer.watch(self.model)
@@ -269,14 +278,19 @@ class EncoderCudaGraphManager:
         )
 
     def _make_planner(self) -> None:
+        """Has batches planned with the graphs that are left."""
+        if self._executor is not None:
+            self._executor.planner = self._new_planner()
+        self._count_graphs()
+
+    def _new_planner(self) -> Planner:
         graphs = self._graphs
-        self._planner = Planner(
+        return Planner(
             {key: graphs.shapes[key].capacity for key in graphs.graphs},
             tuple(self.config.paths),
             dropped=graphs.dropped,
             costs=self.costs,
         )
-        self._count_graphs()
 
     def _count_graphs(self) -> None:
         self.stats.graphs = len(self._graphs.graphs)
@@ -286,13 +300,12 @@ class EncoderCudaGraphManager:
         """Releases all graphs and their buffers; ``execute`` then returns None
         until the next ``capture``."""
         self._graphs.wait()
-        self._planner = self._runner = None
+        self._executor = None
         self.costs = None
         self._rates = None
         self._graphs = GraphSet.empty(self.device)
         self._count_graphs()
         self._weights = WeightWatch(None)
-        self._stale = False
 
     def check_weights(self, model: Any = None) -> None:
         """Drops all graphs if a weight of the encoder was replaced since they were
@@ -308,9 +321,10 @@ class EncoderCudaGraphManager:
             self._drop_stale_graphs(self._weights.find_replaced())
 
     def _drop_stale_graphs(self, replaced: str | None) -> None:
-        if replaced is None or self._stale or self._planner is None:
+        executor = self._executor
+        if replaced is None or executor is None or executor.stale:
             return
-        self._stale = True
+        executor.stale = True
         self._graphs.drop_all()
         self._count_graphs()
         logger.error(
@@ -338,112 +352,20 @@ class EncoderCudaGraphManager:
             none of which a later call changes; None where the runner is to call
             ``embed_multimodal`` itself.
         """
-        if self._planner is None or self._runner is None:
+        if self._executor is None:
             return None
         self._drop_stale_graphs(self._weights.glance())
         self._timer.begin_batch()
-        run = self._execute_share if self._ranks.share_items else self._execute
-        outputs = run(mm_kwargs, self._planner, self._runner)
+        outputs = self._executor.execute(mm_kwargs)
         if outputs is None:
             self._timer.expect_own_path()
         return outputs
 
-    def _execute(
-        self, mm_kwargs: dict[str, Any], planner: Planner, runner: PlanRunner
-    ) -> list[torch.Tensor] | None:
-        """A batch on this rank, or in step with all ranks."""
-        batch = None
-        try:
-            batch = self.adapter.parse(mm_kwargs)
-            if batch is None:
-                self.stats.count_refused()
-                return None
-            self._reporter.received(batch.modality, batch.specs)
-            if self._stale:
-                self.stats.count_refused(len(batch.specs), EagerReason.DROPPED_GRAPH)
-                return None
-            plan = planner.plan(batch.specs)
-            outputs = None
-            if not _wholly_eager(plan):
-                outputs, plan = runner.run(batch, plan)
-        except Exception as error:
-            self._ranks.fail_alike(error)
-            self._count_failure(batch)
-            return None
-        self._finish(batch, plan, outputs)
-        return outputs
-
-    def _execute_share(
-        self, mm_kwargs: dict[str, Any], planner: Planner, runner: PlanRunner
-    ) -> list[torch.Tensor] | None:
-        """This rank's items of a batch, and by exchange those of the others.
-
-        Whatever a rank decides by itself (its plan, a graph that it lacks, a
-        failure) ends here: all ranks take part in the exchange, or none does.
-        """
-        batch = rows = None
-        try:
-            batch = self.adapter.parse(mm_kwargs)
-            if batch is None:  # of equal arguments, so on every rank
-                self._count_unshared()
-                return None
-            self._reporter.received(batch.modality, batch.specs)
-            specs = batch.specs
-            if not self._stale:
-                weights = weigh_items(specs, self._rates)
-                assignment = assign_items(specs, self._ranks.size, weights)
-                items = assignment.items[self._ranks.rank]
-                plan = place(planner.plan([specs[i] for i in items]), items)
-                outputs, plan = runner.run(batch, plan)
-                rows = self._gather.pack(outputs, specs, assignment)
-        except Exception:
-            self._count_failure(batch)
-        # On the host, while the GPU is busy with the rows.
-        if not self._ranks.all(rows is not None):
-            if rows is not None and batch is not None:
-                self._count_unshared(len(batch.specs), EagerReason.FAILED)
-            elif self._stale and batch is not None:
-                self._count_unshared(len(batch.specs), EagerReason.DROPPED_GRAPH)
-            return None
-        assert batch is not None and rows is not None
-        embeddings = self._gather.gather(rows, specs, assignment)
-        self._finish(batch, plan, embeddings)
-        return embeddings
-
-    def _count_failure(self, batch: EncoderBatch | None) -> None:
-        """Counts a batch that raised and goes to the model's own path."""
-        # To raise would end the engine, and with it every other request; vLLM's
-        # own path decides what this batch deserves.
-        if not self._failed:
-            self._failed = True
-            # As text: whoever keeps the record must not keep tensors with it.
-            logger.error(
-                "Encoder CUDA graphs could not run a batch; it goes to the "
-                "model's own path (further failures are only counted)\n%s",
-                traceback.format_exc(),
-            )
-        items = 1 if batch is None else len(batch.specs)
-        self._count_unshared(items, EagerReason.FAILED)
-
-    def _count_unshared(
-        self, items: int = 1, reason: EagerReason = EagerReason.UNSUPPORTED_INPUT
-    ) -> None:
-        """Counts a batch that vLLM's own path encodes; where ranks otherwise count
-        an item each, on the first."""
-        if not self._ranks.share_items or self._ranks.rank == 0:
-            self.stats.count_refused(items, reason)
-
-    def _finish(
+    def _observe(
         self, batch: EncoderBatch, plan: Plan, outputs: list[torch.Tensor] | None
     ) -> None:
-        """Counts and shows a batch, which has succeeded whatever comes of that."""
-        try:
-            self.stats.count_plan(plan, self._graphs.shapes)
-            self._reporter.encoded(plan)
-            if self.observer is not None:
-                self.observer(batch, plan, outputs)
-        except Exception:
-            logger.warning("Cannot count or show a batch", exc_info=True)
+        if self.observer is not None:
+            self.observer(batch, plan, outputs)
 
     # -- Statistics ------------------------------------------------------------
 
@@ -465,11 +387,3 @@ class EncoderCudaGraphManager:
         if self.active:
             self._timer.collect()
             self._reporter.close()
-
-
-def _wholly_eager(plan: Plan) -> bool:
-    return bool(plan.sub_batches) and all(
-        step.key is None
-        for sub_batch in plan.sub_batches
-        for step in sub_batch.steps.values()
-    )
