@@ -130,6 +130,12 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         read_costs(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["costs\0.json", "x" * 5000])
+def test_a_name_that_no_file_has(name: str) -> None:
+    with pytest.raises(CostFileError, match="cannot be read"):
+        read_costs(name)
+
+
 def test_what_is_not_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,8 +194,9 @@ def read_costs(path: str | os.PathLike[str]) -> CostFile:
         content = Path(path).read_bytes()
     except FileNotFoundError:
         raise
-    except OSError as error:
-        raise CostFileError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # of a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise CostFileError(f"{path}: cannot be read: {reason}") from None
     try:
         return CostFile.model_validate_json(content)
     except ValidationError as error:
