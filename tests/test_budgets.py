@@ -18,6 +18,7 @@ from vllm_encoder_cg.budgets import (
     fine_levels,
     power_of_two_levels,
     resolve_budgets,
+    within_reach,
 )
 from vllm_encoder_cg.definitions import (
     BatchLimits,
@@ -335,3 +336,29 @@ def test_an_item_never_has_less_than_one_token_of_the_default_budgets(
         return
     assert 1 <= plan.limits.max_items <= plan.token_budgets[0]
     assert plan.path_budgets["default"] == plan.token_budgets
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ((64, 256), (64, 256)),
+        ((64, 1024), (64, 1024)),
+        ((64, 2048), (64, 1024)),
+        ((64, 1024, 10**9, 2**70), (64, 1024)),
+        ((10**9,), (1024,)),
+        ((), ()),
+    ],
+)
+def test_budgets_that_no_batch_can_fill_are_not_captured(
+    given: tuple[int, ...],
+    kept: tuple[int, ...],
+    package_log: pytest.LogCaptureFixture,
+) -> None:
+    """They would cost a start-up of minutes, and memory, for nothing."""
+    fields = within_reach(CompilationFields(given, max_items=2), 1024)
+    assert fields == CompilationFields(kept, max_items=2)
+    messages = [record.getMessage() for record in package_log.records]
+    assert len(messages) == (given != kept)
+    for message in messages:
+        assert "encoder_cudagraph_token_budgets" in message and "1024" in message
+        assert "max_num_batched_tokens" in message

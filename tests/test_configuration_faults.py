@@ -145,3 +145,28 @@ def test_what_is_accepted_is_captured(
         errors = [relative_norm(a, b) for a, b in zip(outputs, expected, strict=True)]
         assert max(errors) < 1e-4
     manager.clear()
+
+
+@pytest.mark.parametrize("huge", [10**7, 2**40, 2**70])
+@pytest.mark.parametrize(
+    "architecture",
+    ["Gemma4ForConditionalGeneration", "Qwen2VLForConditionalGeneration"],
+)
+def test_huge_limits_start_at_once(
+    architecture: str,
+    huge: int,
+    small_encoders: SmallEncoders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Budgets that no batch can fill, and frames without end."""
+    base = small_encoders.get(architecture)
+    config = base.vllm_config.compilation_config
+    monkeypatch.setattr(config, FRAMES, huge)
+    manager = make_variant(base, monkeypatch, budgets=(64, huge), cost_model=False)
+    assert manager.token_budgets == [64, 256]
+    manager.capture()
+    assert manager.get_cumulative_stats()["dropped_graphs"] == []
+    outputs = manager.execute(ordinary_images(manager))
+    assert outputs is not None
+    expected = small_encoders.expected(architecture)
+    assert max(map(relative_norm, outputs, expected)) < 1e-4

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_encoder_cg.costs import TokenCosts
 from vllm_encoder_cg.definitions import (
@@ -18,7 +18,10 @@ from vllm_encoder_cg.definitions import (
     EncoderCudaGraphPathConfig,
     GraphKey,
 )
+from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
+
+logger = init_logger(__name__)
 
 # Above this many tokens an encoder keeps a GPU busy whether it is launched as a
 # graph or not, and a batch can be split at little cost: gaps there may be wider.
@@ -150,6 +153,29 @@ def _step(level: int, granularity: int) -> int:
     # Below the usual smallest budget a quarter, so that small ladders are fine too.
     most = level // 4 if level <= 64 else max(16, level // 32)
     return min(64, 1 << max(0, most.bit_length() - 1))
+
+
+def within_reach(fields: CompilationFields, most_tokens: int) -> CompilationFields:
+    """`fields` without budgets that no batch can fill; the largest of them becomes
+    `most_tokens`.
+
+    Args:
+        most_tokens: what vLLM may have encoded at once.
+    """
+    beyond = [b for b in fields.token_budgets if b > most_tokens]
+    if not beyond:
+        return fields
+    kept = (*fields.token_budgets[: -len(beyond)], most_tokens)
+    kept = tuple(dict.fromkeys(kept))
+    logger.warning(
+        "%s: %s is more than can be encoded at once (%d tokens, by "
+        "max_num_batched_tokens and max_model_len); budgets are %s",
+        _BUDGETS_FIELD,
+        ", ".join(map(str, beyond)),
+        most_tokens,
+        list(kept),
+    )
+    return replace(fields, token_budgets=kept)
 
 
 def resolve_budgets(

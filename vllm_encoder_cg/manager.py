@@ -16,7 +16,7 @@ import torch
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.batch_executor import BatchExecutor
 from vllm_encoder_cg.batch_log import BatchLog, Observer
-from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets
+from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets, within_reach
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
@@ -138,10 +138,17 @@ class EncoderCudaGraphManager:
             if "video" in self.config.modalities
             else 0
         )
+        fields = CompilationFields.from_compilation_config(
+            self.vllm_config.compilation_config
+        )
+        scheduler = getattr(self.vllm_config, "scheduler_config", None)
+        if scheduler is not None:
+            longest = self.vllm_config.model_config.max_model_len
+            fields = within_reach(
+                fields, max(scheduler.max_num_batched_tokens, longest)
+            )
         return resolve_budgets(
-            CompilationFields.from_compilation_config(
-                self.vllm_config.compilation_config
-            ),
+            fields,
             self.settings,
             self.adapter.budget_range(),
             self.config.paths,
