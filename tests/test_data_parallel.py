@@ -181,6 +181,7 @@ def test_each_item_is_counted_once(mode: str, faults: Outcomes) -> None:
     times = 1 if mode == "data" else RANKS
     assert sum(counts["items"] for counts in by_rank) == 2 * len(TOY_ITEMS) * times
     assert sum(counts["failed"] for counts in by_rank) == len(TOY_ITEMS) * times
+    assert sum(counts["batches"] for counts in by_rank) == 2 * times
     if mode == "weights":
         assert by_rank[0] == by_rank[1]
 

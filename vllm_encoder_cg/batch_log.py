@@ -41,7 +41,8 @@ class BatchLog:
     ) -> None:
         self._stats = stats
         self._reporter = reporter
-        # Where ranks otherwise count an item each, the first counts these.
+        # Where ranks otherwise count an item each, the first counts batches, and
+        # those of vLLM's own path.
         self._counts_unshared = not ranks.share_items or ranks.rank == 0
         self._shapes = shapes
         self._observe = observe
@@ -56,7 +57,8 @@ class BatchLog:
     ) -> None:
         """A batch that has succeeded, whatever comes of counting it."""
         try:
-            self._stats.count_plan(plan, self._shapes)
+            batches = 1 if self._counts_unshared else 0
+            self._stats.count_plan(plan, self._shapes, batches=batches)
             self._reporter.encoded(plan)
             self._observe(batch, plan, outputs)
         except Exception:

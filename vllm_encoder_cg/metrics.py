@@ -46,14 +46,17 @@ class EncoderStats:
     def items(self) -> int:
         return self.hits + self.misses.total()
 
-    def count_plan(self, plan: Plan, shapes: Mapping[GraphKey, GraphShape]) -> None:
+    def count_plan(
+        self, plan: Plan, shapes: Mapping[GraphKey, GraphShape], *, batches: int = 1
+    ) -> None:
         """Adds a plan as it was run.
 
         Args:
             shapes: of the graphs; one of whole rows or tiles computes more tokens
                 than its budget.
+            batches: 0 where another rank counts the batch of which this is a share.
         """
-        self.batches += 1
+        self.batches += batches
         for sub_batch in plan.sub_batches:
             for step in sub_batch.steps.values():
                 if step.key is None:

@@ -369,7 +369,11 @@ def _counts(rank: int, size: int, mode: str) -> dict[str, int]:
         run_toy(on_rank)
     run_toy(on_rank)
     stats = on_rank.manager.get_cumulative_stats()
-    return {"items": stats["items"], "failed": stats["misses_by_reason"]["failed"]}
+    return {
+        "items": stats["items"],
+        "batches": stats["batches"],
+        "failed": stats["misses_by_reason"]["failed"],
+    }
 
 
 def _wrong_shape(rank: int, size: int, mode: str) -> list[Outcome]:
