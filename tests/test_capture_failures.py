@@ -14,6 +14,7 @@ from vllm_encoder_cg.adapter import BufferSpec, GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.memory_meter import MemoryMeter
 from vllm_encoder_cg.models.qwen3_vl import Qwen3VLAdapter
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 from vllm_encoder_cg.verification import Verifier
@@ -173,6 +174,27 @@ def test_what_exceeds_the_memory_limit_is_left_out(
     assert manager.execute(image_batch(sound.adapter, [(512, 512)], 0)) is None
     reasons = manager.get_cumulative_stats()["misses_by_reason"]
     assert reasons[EagerReason.ABOVE_EVERY_BUDGET.value] == 1
+
+
+def test_a_capture_that_takes_more_than_its_forward_is_left_out(
+    sound: EncoderCudaGraphManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a forward takes uncaptured is a forecast; the device has the last word."""
+    peaks = iter([mib << 20 for mib in (80, 40)])
+    taken = iter([mib << 20 for mib in (160, 70, 70)])
+    monkeypatch.setattr(
+        "vllm_encoder_cg.capture.peak_bytes", lambda call, _: (call(), next(peaks))
+    )
+    monkeypatch.setattr(MemoryMeter, "taken_bytes", lambda _: next(taken))
+    manager = make_variant(
+        sound, monkeypatch, budgets=BUDGETS, memory_limit_gib=100 / 1024
+    )
+    manager.capture()
+    stats = manager.get_cumulative_stats()
+    assert stats["num_budgets"] == sum(b <= 256 * 100 / 160 for b in BUDGETS)
+    assert stats["graph_memory_bytes"] == 70 << 20
+    assert stats["dropped_graphs"] == []
+    assert replayed(manager, SMALL) == [16]
 
 
 def test_a_path_that_is_left_out_gives_its_buffers_back() -> None:

@@ -13,7 +13,6 @@ import torch
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import (
-    AxisKeys,
     BatchLimits,
     BudgetGraphMetadata,
     GraphCapacity,
@@ -21,6 +20,7 @@ from vllm_encoder_cg.definitions import (
 )
 from vllm_encoder_cg.graphs import GraphRecorder, ReplayableGraph, make_recorder
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.memory_limit import MemoryLimit
 from vllm_encoder_cg.memory_meter import MemoryMeter, peak_bytes
 from vllm_encoder_cg.progress import track
 from vllm_encoder_cg.ranks import EncoderRanks
@@ -69,6 +69,11 @@ class GraphSet:
             self.drop(key)
             self.release_unused(key.path)
         self.memory_bytes = 0
+
+    def leave_out(self, key: GraphKey) -> None:
+        """Forgets a captured graph, and its buffers if its path has no other."""
+        del self.graphs[key], self.shapes[key]
+        self.release_unused(key.path)
 
     def release_unused(self, path: str) -> None:
         """Gives back the buffers of a path that has no graph."""
@@ -126,58 +131,6 @@ class GraphSet:
         )
 
 
-class _MemoryLimit:
-    """Which budgets to capture so that a limit holds.
-
-    Graphs of a pool use one memory in turn, so that all of them take what the
-    largest forward takes at its highest.  The first graph of a path and axis is its
-    largest: its forward is measured before it is captured, and one that takes too
-    much says by how much the next one has to be smaller.  (A graph that is captured
-    and then left out would keep its memory as long as the pool has another.)
-    """
-
-    def __init__(self, limit_bytes: float | None) -> None:
-        self._limit = limit_bytes
-        self._largest: dict[str, int] = {}
-        self._measured: set[tuple[str, AxisKeys]] = set()
-        self._highest = 0
-        """Of all forwards that are to be captured."""
-
-    def admits(self, key: GraphKey) -> bool:
-        return key.token_budget <= self._largest.get(key.path, key.token_budget)
-
-    def is_to_measure(self, key: GraphKey) -> bool:
-        return (
-            self._limit is not None and (key.path, key.axis_keys) not in self._measured
-        )
-
-    def holds(self, key: GraphKey, buffer_bytes: int, forward_bytes: int) -> bool:
-        """Whether a graph may be captured.
-
-        Args:
-            buffer_bytes: of inputs and outputs so far, this graph's included.
-            forward_bytes: what its forward takes at its highest beyond them.
-        """
-        assert self._limit is not None
-        taken = buffer_bytes + max(self._highest, forward_bytes)
-        if taken <= self._limit:
-            self._measured.add((key.path, key.axis_keys))
-            self._highest = max(self._highest, forward_bytes)
-            return True
-        budget = key.token_budget
-        self._largest[key.path] = min(budget - 1, int(budget * self._limit / taken))
-        logger.info(
-            "Encoder CUDA graph (%s) would take graph memory to %.2f GiB, above "
-            "additional_config.encoder_cg.memory_limit_gib of %.2f; it and those above "
-            "%d tokens are left out, and larger items run eagerly",
-            key,
-            taken / 2**30,
-            self._limit / 2**30,
-            self._largest[key.path],
-        )
-        return False
-
-
 def capture_graphs(
     adapter: EncoderAdapter,
     shapes: Sequence[GraphShape],
@@ -207,7 +160,7 @@ def capture_graphs(
             make_recorder(device, graph_pool),
             ranks,
             memory,
-            _MemoryLimit(memory_limit_bytes),
+            MemoryLimit(memory_limit_bytes),
             WarmUps(adapter, ranks, every),
         )
         if result is not None:
@@ -225,7 +178,7 @@ def _capture_all(
     recorder: GraphRecorder,
     ranks: EncoderRanks,
     memory: MemoryMeter,
-    limit: _MemoryLimit,
+    limit: MemoryLimit,
     warm_ups: WarmUps,
 ) -> GraphSet | None:
     """All graphs; None: one of them should have been run before its capture."""
@@ -235,7 +188,8 @@ def _capture_all(
             continue
         result.shapes[shape.key] = shape
         error: Exception | None = None
-        if limit.is_to_measure(shape.key):
+        to_measure = limit.is_to_measure(shape.key)
+        if to_measure:
             error, peak = _measure(result, adapter, shape, ranks)
             peak = ranks.in_step(peak)
             if error is None and not limit.holds(
@@ -251,6 +205,11 @@ def _capture_all(
         if warm_ups.failed:
             return None
         if error is None:
+            if to_measure and len(result.graphs) == 1:
+                taken = ranks.in_step(memory.taken_bytes())
+                if not limit.held(shape.key, taken):
+                    result.leave_out(shape.key)
+                    memory.give_back()
             continue
         result.drop(shape.key)
         result.release_unused(shape.key.path)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which graphs are left out so that all take no more than ``memory_limit_gib``."""
+
+from __future__ import annotations
+
+from vllm_encoder_cg.definitions import AxisKeys, GraphKey
+from vllm_encoder_cg.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class MemoryLimit:
+    """Which budgets to capture so that a limit holds.
+
+    Graphs of a pool use one memory in turn, so that all of them take what the
+    largest forward takes at its highest.  The first graph of a path and axis is its
+    largest: its forward is measured before it is captured, and one that takes too
+    much says by how much the next one has to be smaller.  A capture takes more than
+    the measured forward (what other streams use is not used again, and the driver
+    has its part): by how much, the first capture tells.  Only the first, because a
+    later graph that is left out would keep its memory as long as the pool has
+    another.
+    """
+
+    def __init__(self, limit_bytes: float | None) -> None:
+        self._limit = limit_bytes
+        self._largest: dict[str, int] = {}
+        self._measured: set[tuple[str, AxisKeys]] = set()
+        self._highest = 0
+        """Of all forwards that are to be captured."""
+        self._excess = 1.0
+        """By how much a capture takes more than its forward."""
+        self._expected = 0.0
+
+    def admits(self, key: GraphKey) -> bool:
+        return key.token_budget <= self._largest.get(key.path, key.token_budget)
+
+    def is_to_measure(self, key: GraphKey) -> bool:
+        return (
+            self._limit is not None and (key.path, key.axis_keys) not in self._measured
+        )
+
+    def holds(self, key: GraphKey, buffer_bytes: int, forward_bytes: int) -> bool:
+        """Whether a graph may be captured.
+
+        Args:
+            buffer_bytes: of inputs and outputs so far, this graph's included.
+            forward_bytes: what its forward takes at its highest beyond them.
+        """
+        assert self._limit is not None
+        expected = buffer_bytes + max(self._highest, forward_bytes)
+        if expected * self._excess <= self._limit:
+            self._measured.add((key.path, key.axis_keys))
+            self._highest = max(self._highest, forward_bytes)
+            self._expected = expected
+            return True
+        self._lower(key, expected * self._excess)
+        return False
+
+    def held(self, key: GraphKey, taken_bytes: int) -> bool:
+        """Whether the first graph, captured, may stay.
+
+        Args:
+            taken_bytes: by the capture, as the device has it.
+        """
+        assert self._limit is not None
+        self._excess = max(self._excess, taken_bytes / max(self._expected, 1.0))
+        if taken_bytes <= self._limit:
+            return True
+        self._measured.discard((key.path, key.axis_keys))
+        self._highest = 0
+        self._lower(key, taken_bytes)
+        return False
+
+    def _lower(self, key: GraphKey, taken: float) -> None:
+        assert self._limit is not None
+        budget = key.token_budget
+        self._largest[key.path] = min(budget - 1, int(budget * self._limit / taken))
+        logger.info(
+            "Encoder CUDA graph (%s) would take graph memory to %.2f GiB, above "
+            "additional_config.encoder_cg.memory_limit_gib of %.2f; it and those above "
+            "%d tokens are left out, and larger items run eagerly",
+            key,
+            taken / 2**30,
+            self._limit / 2**30,
+            self._largest[key.path],
+        )
