@@ -64,7 +64,6 @@ IMPORTED: dict[str, tuple[int, tuple[str, ...]] | None] = {
 #: Importable on a GPU only; elsewhere the module must speak of them.
 ON_GPU = {
     "vllm.v1.attention.backends.fa_utils:flash_attn_varlen_func",
-    "vllm.v1.attention.backends.fa_utils:get_scheduler_metadata",
 }
 
 
