@@ -22,7 +22,7 @@ from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import BatchLimits, GraphCapacity, GraphKey
 from vllm_encoder_cg.forward_choice import choose_forward
-from vllm_encoder_cg.models.fused import short_rows
+from vllm_encoder_cg.kernels import short_rows
 from vllm_encoder_cg.models.fused.internvl import FusedInternEncoder
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError
 from vllm_encoder_cg.models.fused.qwen3_vl import FusedQwen3Vision

@@ -20,8 +20,8 @@ from vllm_encoder_cg.benchmarking.cases import STANDARD_CASES
 from vllm_encoder_cg.benchmarking.floor import exact_shape_graphs
 from vllm_encoder_cg.benchmarking.timing import time_in_turn
 from vllm_encoder_cg.forward_choice import choose_forward
+from vllm_encoder_cg.kernels import short_rows
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
-from vllm_encoder_cg.models.fused import short_rows
 from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch

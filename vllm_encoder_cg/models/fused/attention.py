@@ -21,9 +21,9 @@ import torch
 
 from vllm_encoder_cg import kernels
 from vllm_encoder_cg.kernels import reference
+from vllm_encoder_cg.kernels.short_rows import AttendOnce, short_rows
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.modules import HALVES, Norm, is_exactly, linear
-from vllm_encoder_cg.models.fused.short_rows import AttendOnce, short_rows
 
 _ROW_OFFSETS = ("FLASH_ATTN", "TRITON_ATTN")
 """Backends whose ``cu_seqlens`` are rows."""

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.kernels.short_rows import size_class
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError
-from vllm_encoder_cg.models.fused.short_rows import size_class
 from vllm_encoder_cg.models.refusals import fusion_refusal
 
 
