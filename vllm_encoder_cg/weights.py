@@ -10,9 +10,8 @@ access to a model in this process need not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ class WeightWatch:
 
     def find_replaced(self) -> str | None:
         """The name of a weight that was replaced since; None: all are there."""
-        return _first_changed(iter(self._places))
+        return _first_changed(self._places)
 
     def glance(self) -> str | None:
         """As ``find_replaced``, but looks at the next few weights only; all have
@@ -77,10 +76,10 @@ class WeightWatch:
             self._next = 0
         begin = self._next
         self._next += _AT_ONCE
-        return _first_changed(islice(self._places, begin, self._next))
+        return _first_changed(self._places[begin : self._next])
 
 
-def _first_changed(places: Iterator[_Place]) -> str | None:
+def _first_changed(places: Sequence[_Place]) -> str | None:
     for place in places:
         if place.has_changed():
             return place.name
