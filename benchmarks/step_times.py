@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_encoder_cg.metrics import EncoderStats
-from vllm_encoder_cg.step_timer import EVERY_BATCHES, StepTimer
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.step_timer import EVERY_BATCHES, StepTimer
 
 
 def main() -> None:

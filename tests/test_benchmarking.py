@@ -31,7 +31,7 @@ from vllm_encoder_cg.benchmarking.plots import write_plots
 from vllm_encoder_cg.benchmarking.report import markdown, table_rows, write_report
 from vllm_encoder_cg.benchmarking.timing import CaseTimes, summarize, time_in_turn
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
-from vllm_encoder_cg.self_check import relative_norm
+from vllm_encoder_cg.startup.self_check import relative_norm
 from vllm_encoder_cg.verification_cases import images
 
 QWEN3 = "Qwen3VLForConditionalGeneration"

@@ -23,7 +23,7 @@ from vllm_encoder_cg.definitions import (
 )
 from vllm_encoder_cg.models import packed_tower, tiled_tower
 from vllm_encoder_cg.models.host_tables import DeviceTables, HostTable, HostTables
-from vllm_encoder_cg.planner import _KNOWN_PLANS, Planner
+from vllm_encoder_cg.planning.planner import _KNOWN_PLANS, Planner
 
 PACKAGE = Path(vllm_encoder_cg.__file__).parent
 

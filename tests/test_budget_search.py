@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_encoder_cg.budget_search import (
+from vllm_encoder_cg.definitions import DEFAULT_PATH, GraphKey
+from vllm_encoder_cg.planning.budget_search import (
     Choice,
     Cost,
     Demands,
@@ -19,9 +20,8 @@ from vllm_encoder_cg.budget_search import (
     Limits,
     choose_budgets,
 )
-from vllm_encoder_cg.budgets import fine_levels, power_of_two_levels
-from vllm_encoder_cg.costs import TokenCosts
-from vllm_encoder_cg.definitions import DEFAULT_PATH, GraphKey
+from vllm_encoder_cg.planning.budgets import fine_levels, power_of_two_levels
+from vllm_encoder_cg.planning.costs import TokenCosts
 
 
 def cost_of(budgets: Sequence[int], demands: Sequence[Demands]) -> float:

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_encoder_cg.budgets import (
+from vllm_encoder_cg.definitions import (
+    BatchLimits,
+    EncoderCudaGraphPathConfig,
+    GraphKey,
+)
+from vllm_encoder_cg.planning.budgets import (
     BudgetPlan,
     fine_levels,
     power_of_two_levels,
     resolve_budgets,
     within_reach,
-)
-from vllm_encoder_cg.definitions import (
-    BatchLimits,
-    EncoderCudaGraphPathConfig,
-    GraphKey,
 )
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 

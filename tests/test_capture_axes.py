@@ -20,7 +20,7 @@ from tests.support.toy_adapter import (
 from vllm_encoder_cg.adapter import EncoderBatch
 from vllm_encoder_cg.definitions import EagerReason, GraphKey
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
-from vllm_encoder_cg.planner import Plan
+from vllm_encoder_cg.planning.planner import Plan
 
 BUDGETS = [2, 4, 8]
 

@@ -14,9 +14,9 @@ from vllm_encoder_cg.adapter import BufferSpec, GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
-from vllm_encoder_cg.memory_meter import MemoryMeter
 from vllm_encoder_cg.models.qwen3_vl import Qwen3VLAdapter
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
+from vllm_encoder_cg.startup.memory_meter import MemoryMeter
 from vllm_encoder_cg.verification import Verifier
 from vllm_encoder_cg.verification_cases import Case, MediaBatch, images
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from vllm_encoder_cg.cost_file import CostFile, MeasuredEncoder, write_costs
-from vllm_encoder_cg.costs import MeasuredCosts
 from vllm_encoder_cg.definitions import EncoderItemSpec, GraphKey
+from vllm_encoder_cg.observability.trace import TraceHeader, TracePath
+from vllm_encoder_cg.observability.trace_writer import TraceWriter
+from vllm_encoder_cg.planning.cost_file import CostFile, MeasuredEncoder, write_costs
+from vllm_encoder_cg.planning.costs import MeasuredCosts
 from vllm_encoder_cg.settings import CompilationFields
-from vllm_encoder_cg.trace import TraceHeader, TracePath
-from vllm_encoder_cg.trace_writer import TraceWriter
 
 HEADER = {
     "format": "vllm-encoder-cg-trace",

@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.encoders import Encoders
-from vllm_encoder_cg import known_costs
-from vllm_encoder_cg.cost_file import (
+from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.planning.cost_file import (
     CostFile,
     CostFileError,
     MeasuredEncoder,
     read_costs,
     write_costs,
 )
-from vllm_encoder_cg.costs import MeasuredCosts
-from vllm_encoder_cg.definitions import GraphKey
-from vllm_encoder_cg.known_costs import KnownCosts, identify
+from vllm_encoder_cg.planning.costs import MeasuredCosts
+from vllm_encoder_cg.planning.sharding import PathRate
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
-from vllm_encoder_cg.sharding import PathRate
+from vllm_encoder_cg.startup import known_costs
+from vllm_encoder_cg.startup.known_costs import KnownCosts, identify
 
 RANKS = EncoderRanks(EncoderMode.SINGLE)
 ENCODER = MeasuredEncoder(

@@ -11,10 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.planning import Case, cases, check_plan, graphs, item
-from vllm_encoder_cg.budgets import fine_levels, power_of_two_levels
-from vllm_encoder_cg.costs import CostModel, MeasuredCosts, TokenCosts, plan_cost
 from vllm_encoder_cg.definitions import EagerReason, GraphCapacity, GraphKey
-from vllm_encoder_cg.planner import Plan, Planner
+from vllm_encoder_cg.planning.budgets import fine_levels, power_of_two_levels
+from vllm_encoder_cg.planning.costs import (
+    CostModel,
+    MeasuredCosts,
+    TokenCosts,
+    plan_cost,
+)
+from vllm_encoder_cg.planning.planner import Plan, Planner
 
 CHEAPER = EagerReason.CHEAPER_EAGERLY
 ABOVE = EagerReason.ABOVE_EVERY_BUDGET

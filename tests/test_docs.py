@@ -156,3 +156,15 @@ def test_the_site_builds_with_results_and_asks_no_network(
             page.read_text(),
         )
         assert not loaded, page
+
+
+def test_every_room_of_the_package_is_in_the_table() -> None:
+    """A reader of the design finds where everything lives."""
+    design = (DOCS / "design.md").read_text()
+    table = design.partition("## Who knows what")[2].partition("\nBeside")[0]
+    package = ROOT / "vllm_encoder_cg"
+    rooms = [
+        f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()
+    ]
+    rooms += [path.name for path in package.glob("[a-z]*.py")]
+    assert [room for room in rooms if f"`{room}`" not in table] == []

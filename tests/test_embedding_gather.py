@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import EncoderItemSpec
+from vllm_encoder_cg.planning.sharding import Assignment, assign_items, weigh_items
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
-from vllm_encoder_cg.sharding import Assignment, assign_items, weigh_items
 
 WIDTH = 3
 

@@ -26,9 +26,9 @@ from tests.support.engines import (
 )
 from vllm_encoder_cg import __version__
 from vllm_encoder_cg.definitions import EagerReason
-from vllm_encoder_cg.prometheus import METRICS
+from vllm_encoder_cg.observability.prometheus import METRICS
+from vllm_encoder_cg.observability.trace import Trace, read_trace
 from vllm_encoder_cg.samples.chat_media import ChatPrompt
-from vllm_encoder_cg.trace import Trace, read_trace
 
 pytestmark = pytest.mark.vllm_e2e
 

@@ -17,18 +17,18 @@ import torch
 from tests.support.encoders import Encoders, cases
 from tests.support.fused import counted_calls, fused
 from tests.support.toy_adapter import ToyAdapter
-from vllm_encoder_cg import forward_choice
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import BatchLimits, GraphCapacity, GraphKey
-from vllm_encoder_cg.forward_choice import choose_forward
 from vllm_encoder_cg.kernels import short_rows
 from vllm_encoder_cg.models.fused.internvl import FusedInternEncoder
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError
 from vllm_encoder_cg.models.fused.qwen3_vl import FusedQwen3Vision
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
-from vllm_encoder_cg.self_check import relative_norm
+from vllm_encoder_cg.startup import forward_choice
+from vllm_encoder_cg.startup.forward_choice import choose_forward
+from vllm_encoder_cg.startup.self_check import relative_norm
 from vllm_encoder_cg.verification import Verifier
 from vllm_encoder_cg.verification_cases import Case
 

@@ -18,33 +18,23 @@ PACKAGE = Path(vllm_encoder_cg.__file__).parent
 LIGHT_MODULES = [
     "",
     ".adapter",
-    ".budgets",
-    ".budget_search",
-    ".cost_file",
-    ".costs",
     ".definitions",
-    ".fitting",
     ".integration.entry_point",
     ".integration.environment",
     ".integration.patches",
     ".integration.versions",
     ".integration.vllm_symbols",
     ".logger",
-    ".metrics",
-    ".metrics_folder",
-    ".metrics_table",
-    ".packing",
-    ".planner",
-    ".plans",
-    ".prometheus",
-    ".proposal",
+    ".observability.metrics",
+    ".observability.metrics_folder",
+    ".observability.metrics_table",
+    ".observability.prometheus",
+    ".observability.reporter",
+    ".observability.trace",
+    ".observability.trace_writer",
+    *(f".planning.{file.stem}" for file in sorted((PACKAGE / "planning").glob("*.py"))),
     ".protocol",
-    ".reporter",
     ".settings",
-    ".sharding",
-    ".traffic",
-    ".trace",
-    ".trace_writer",
 ]
 
 
@@ -106,7 +96,10 @@ def _imports_of(file: Path) -> set[str]:
     "file", sorted((PACKAGE / "models").rglob("*.py")), ids=lambda file: file.stem
 )
 def test_models_know_nothing_of_the_manager(file: Path) -> None:
-    not_theirs = ("manager", "planner", "capture", "graphs", "buffers", "integration")
+    not_theirs = (
+        *("manager", "planning.planner", "capture", "graphs", "buffers"),
+        *("startup", "observability", "integration"),
+    )
     imported = _imports_of(file)
     for module in not_theirs:
         assert f"vllm_encoder_cg.{module}" not in imported

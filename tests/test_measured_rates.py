@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.support.encoders import Encoders
-from vllm_encoder_cg import measurement
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import EncoderItemSpec, GraphCapacity, GraphKey
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.planning.sharding import attention_work
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
-from vllm_encoder_cg.sharding import attention_work
+from vllm_encoder_cg.startup import measurement
 
 PER_REPLAY, PER_TOKEN, PER_WORK = 2.0, 0.01, 1e-6
 RANKS = EncoderRanks(EncoderMode.SINGLE)

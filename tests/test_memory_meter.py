@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_encoder_cg.memory_meter import MemoryMeter, believable_bytes
+from vllm_encoder_cg.startup.memory_meter import MemoryMeter, believable_bytes
 
 GIB = 1 << 30
 

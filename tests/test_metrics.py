@@ -18,10 +18,14 @@ from tests.support.toy_manager import make_toy_manager
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import EagerReason, GraphCapacity, GraphKey
-from vllm_encoder_cg.metrics import EncoderStats
-from vllm_encoder_cg.metrics_table import COLUMNS, MAX_ROWS, EncoderCudaGraphTable
-from vllm_encoder_cg.planner import Planner
-from vllm_encoder_cg.plans import Plan, without_graphs
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.metrics_table import (
+    COLUMNS,
+    MAX_ROWS,
+    EncoderCudaGraphTable,
+)
+from vllm_encoder_cg.planning.planner import Planner
+from vllm_encoder_cg.planning.plans import Plan, without_graphs
 
 
 def shapes_of(

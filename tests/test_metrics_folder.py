@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_encoder_cg import prometheus
 from vllm_encoder_cg.integration.environment import METRICS_DIR
+from vllm_encoder_cg.observability import prometheus
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_a_server_started_by_another_process_has_a_folder_of_its_own() -> None:
     prometheus.offer_metrics()
     code = (
         "import os\n"
-        "from vllm_encoder_cg import prometheus\n"
+        "from vllm_encoder_cg.observability import prometheus\n"
         "prometheus.offer_metrics()\n"
         "folder = os.environ['VLLM_ENCODER_CG_METRICS_DIR']\n"
         "print(folder, os.path.isdir(folder))"
@@ -67,7 +67,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed = (
         "import os, signal\n"
-        "from vllm_encoder_cg import prometheus\n"
+        "from vllm_encoder_cg.observability import prometheus\n"
         "prometheus.offer_metrics()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -79,7 +79,10 @@ def test_what_a_killed_server_left_is_removed_by_the_next(
     assert not left.exists()
     just_made = tmp_path / "vllm-encoder-cg-metrics-1"
     just_made.mkdir()
-    alive = "from vllm_encoder_cg import prometheus\nprometheus.offer_metrics()"
+    alive = (
+        "from vllm_encoder_cg.observability import prometheus\n"
+        "prometheus.offer_metrics()"
+    )
     subprocess.run(
         [sys.executable, "-c", alive], env=environment, timeout=60, check=True
     )

@@ -16,10 +16,10 @@ from tests.support.host_reads import NoHostAccess, one_hot
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.models.soft_token_rows import write_token_rows
-from vllm_encoder_cg.planner import Plan
+from vllm_encoder_cg.planning.planner import Plan
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-from vllm_encoder_cg.self_check import relative_norm
+from vllm_encoder_cg.startup.self_check import relative_norm
 from vllm_encoder_cg.verification import Verifier, eager_embeddings
 from vllm_encoder_cg.verification_cases import Case, default_cases
 

@@ -19,8 +19,8 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.planner import Planner
-from vllm_encoder_cg.plans import PathStep, Plan, SubBatch
+from vllm_encoder_cg.planning.planner import Planner
+from vllm_encoder_cg.planning.plans import PathStep, Plan, SubBatch
 
 ABOVE = EagerReason.ABOVE_EVERY_BUDGET
 DROPPED = EagerReason.DROPPED_GRAPH
@@ -269,7 +269,7 @@ def test_sub_batches_of_one_path_are_consecutive_by_size(sizes: list[int]) -> No
 
 def test_planning_loads_no_torch() -> None:
     code = (
-        "import sys, vllm_encoder_cg.budgets, vllm_encoder_cg.planner;"
+        "import sys; from vllm_encoder_cg.planning import budgets, planner;"
         "print(*sorted({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
     )
     result = subprocess.run(

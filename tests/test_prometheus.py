@@ -22,11 +22,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.toy_adapter import ToyModel, make_items, make_toy_config
 from tests.support.toy_manager import make_toy_manager
-from vllm_encoder_cg import prometheus
 from vllm_encoder_cg.definitions import EagerReason, GraphKey
 from vllm_encoder_cg.integration.environment import METRICS_DIR
-from vllm_encoder_cg.metrics import EncoderStats
-from vllm_encoder_cg.prometheus import (
+from vllm_encoder_cg.observability import prometheus
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.prometheus import (
     FILE_BYTES,
     METRICS,
     EncoderMetricsCollector,

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_encoder_cg.costs import MeasuredCosts
 from vllm_encoder_cg.definitions import GraphKey
-from vllm_encoder_cg.proposal import (
+from vllm_encoder_cg.observability.trace import read_trace
+from vllm_encoder_cg.planning.costs import MeasuredCosts
+from vllm_encoder_cg.planning.proposal import (
     UNMEASURED,
     Ladder,
     ProposalLimits,
@@ -22,8 +23,7 @@ from vllm_encoder_cg.proposal import (
     propose,
     simulate,
 )
-from vllm_encoder_cg.trace import read_trace
-from vllm_encoder_cg.traffic import (
+from vllm_encoder_cg.planning.traffic import (
     Traffic,
     parse_mix,
     traffic_of_mix,

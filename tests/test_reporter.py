@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from tests.support.toy_adapter import make_items, make_toy_config
 from tests.support.toy_manager import make_toy_manager
-from vllm_encoder_cg import reporter as reporter_module
 from vllm_encoder_cg.integration.environment import METRICS_DIR
-from vllm_encoder_cg.metrics import EncoderStats
-from vllm_encoder_cg.planner import Plan
-from vllm_encoder_cg.reporter import Reporter
+from vllm_encoder_cg.observability import reporter as reporter_module
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.reporter import Reporter
+from vllm_encoder_cg.observability.trace import read_trace
+from vllm_encoder_cg.planning.planner import Plan
 from vllm_encoder_cg.settings import EncoderCgSettings
-from vllm_encoder_cg.trace import read_trace
 
 LINE = "Encoder CUDA graphs: Items:"
 
@@ -245,7 +245,9 @@ def test_a_failure_to_write_metrics_is_said_once(
     def fail(_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("vllm_encoder_cg.prometheus.MetricsFiles.write", fail)
+    monkeypatch.setattr(
+        "vllm_encoder_cg.observability.prometheus.MetricsFiles.write", fail
+    )
     for _ in range(3):
         manager._reporter.publish()
     assert manager.execute(make_items((1, 8))) is not None

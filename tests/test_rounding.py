@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.encoders import Encoders
-from vllm_encoder_cg.rounding import allowed_error, nudge
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
+from vllm_encoder_cg.startup.rounding import allowed_error, nudge
 from vllm_encoder_cg.verification import eager_embeddings
 
 ONES = [torch.ones(4, 8)]

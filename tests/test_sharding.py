@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.planning import Case, cases, check_plan, item
 from vllm_encoder_cg.definitions import EncoderItemSpec
-from vllm_encoder_cg.planner import Plan, Planner
-from vllm_encoder_cg.sharding import (
+from vllm_encoder_cg.planning.planner import Plan, Planner
+from vllm_encoder_cg.planning.sharding import (
     Assignment,
     PathRate,
     assign_items,

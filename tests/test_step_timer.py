@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_encoder_cg import step_timer
-from vllm_encoder_cg.metrics import EncoderStats
-from vllm_encoder_cg.step_timer import StepTimer
+from vllm_encoder_cg.observability import step_timer
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.step_timer import StepTimer
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

@@ -18,16 +18,16 @@ import vllm_encoder_cg
 from tests.support.small_encoders import SmallEncoders, ordinary_images
 from tests.support.variants import make_variant
 from tests.test_cost_file import make_file
-from vllm_encoder_cg.cost_file import CostFileError, read_costs
 from vllm_encoder_cg.definitions import (
     DEFAULT_PATH,
     EncoderItemSpec,
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.planner import Planner
+from vllm_encoder_cg.observability.trace import FORMAT, VERSION, TraceError, read_trace
+from vllm_encoder_cg.planning.cost_file import CostFileError, read_costs
+from vllm_encoder_cg.planning.planner import Planner
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
-from vllm_encoder_cg.trace import FORMAT, VERSION, TraceError, read_trace
 from vllm_encoder_cg.verification import Verifier
 from vllm_encoder_cg.verification_cases import Case, images
 

@@ -11,7 +11,6 @@ import torch
 
 from tests.support.encoders import Encoders, cases
 from tests.support.host_reads import NoHostAccess
-from vllm_encoder_cg.budgets import fine_levels, resolve_budgets
 from vllm_encoder_cg.definitions import (
     DEFAULT_PATH,
     BatchLimits,
@@ -20,9 +19,10 @@ from vllm_encoder_cg.definitions import (
     GraphKey,
 )
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
-from vllm_encoder_cg.planner import Plan
-from vllm_encoder_cg.self_check import relative_norm
+from vllm_encoder_cg.planning.budgets import fine_levels, resolve_budgets
+from vllm_encoder_cg.planning.planner import Plan
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
+from vllm_encoder_cg.startup.self_check import relative_norm
 from vllm_encoder_cg.verification import Verifier, eager_embeddings
 from vllm_encoder_cg.verification_cases import Case
 

@@ -21,7 +21,7 @@ from vllm_encoder_cg.definitions import (
     EncoderItemSpec,
     GraphKey,
 )
-from vllm_encoder_cg.trace import (
+from vllm_encoder_cg.observability.trace import (
     FORMAT,
     VERSION,
     TraceBatch,
@@ -30,7 +30,11 @@ from vllm_encoder_cg.trace import (
     read_trace,
     trace_header,
 )
-from vllm_encoder_cg.trace_writer import TraceWriter, check_trace_file, file_of_process
+from vllm_encoder_cg.observability.trace_writer import (
+    TraceWriter,
+    check_trace_file,
+    file_of_process,
+)
 
 TOKENS = st.integers(0, 10**6)
 ONE_PATH = st.lists(TOKENS.map(item), max_size=8)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
-from vllm_encoder_cg.batch_log import BatchLog
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import EagerReason
+from vllm_encoder_cg.observability.batch_log import BatchLog
 from vllm_encoder_cg.plan_runner import PlanRunner
-from vllm_encoder_cg.planner import Planner
-from vllm_encoder_cg.plans import Plan
+from vllm_encoder_cg.planning.planner import Planner
+from vllm_encoder_cg.planning.plans import Plan
+from vllm_encoder_cg.planning.sharding import PathRate, assign_items, place, weigh_items
 from vllm_encoder_cg.ranks import EncoderRanks
-from vllm_encoder_cg.sharding import PathRate, assign_items, place, weigh_items
 
 
 class BatchExecutor:

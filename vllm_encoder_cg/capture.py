@@ -20,11 +20,11 @@ from vllm_encoder_cg.definitions import (
 )
 from vllm_encoder_cg.graphs import GraphRecorder, ReplayableGraph, make_recorder
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.memory_limit import MemoryLimit
-from vllm_encoder_cg.memory_meter import MemoryMeter, peak_bytes
 from vllm_encoder_cg.progress import track
 from vllm_encoder_cg.ranks import EncoderRanks
-from vllm_encoder_cg.warm_ups import WarmUps
+from vllm_encoder_cg.startup.memory_limit import MemoryLimit
+from vllm_encoder_cg.startup.memory_meter import MemoryMeter, peak_bytes
+from vllm_encoder_cg.startup.warm_ups import WarmUps
 
 logger = init_logger(__name__)
 

@@ -16,8 +16,8 @@ import torch
 
 from vllm_encoder_cg.definitions import EncoderItemSpec
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.planning.sharding import Assignment
 from vllm_encoder_cg.ranks import EncoderRanks
-from vllm_encoder_cg.sharding import Assignment
 
 logger = init_logger(__name__)
 

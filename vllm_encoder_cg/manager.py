@@ -15,29 +15,29 @@ import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.batch_executor import BatchExecutor
-from vllm_encoder_cg.batch_log import BatchLog, Observer
-from vllm_encoder_cg.budgets import BudgetPlan, resolve_budgets, within_reach
 from vllm_encoder_cg.capture import GraphSet, capture_graphs
-from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import GraphKey
-from vllm_encoder_cg.forward_choice import choose_forward
-from vllm_encoder_cg.known_costs import KnownCosts
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.metrics import EncoderStats
 from vllm_encoder_cg.models.registry import adapt
+from vllm_encoder_cg.observability.batch_log import BatchLog, Observer
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.reporter import Reporter
+from vllm_encoder_cg.observability.step_timer import StepTimer
+from vllm_encoder_cg.observability.trace import trace_header
 from vllm_encoder_cg.plan_runner import PlanRunner
-from vllm_encoder_cg.planner import Planner
-from vllm_encoder_cg.plans import Plan
+from vllm_encoder_cg.planning.budgets import BudgetPlan, resolve_budgets, within_reach
+from vllm_encoder_cg.planning.costs import CostModel
+from vllm_encoder_cg.planning.planner import Planner
+from vllm_encoder_cg.planning.plans import Plan
+from vllm_encoder_cg.planning.sharding import PathRate
 from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
-from vllm_encoder_cg.reporter import Reporter
-from vllm_encoder_cg.self_check import SelfCheck
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
-from vllm_encoder_cg.sharding import PathRate
-from vllm_encoder_cg.step_timer import StepTimer
-from vllm_encoder_cg.stopwatch import Stopwatch
-from vllm_encoder_cg.trace import trace_header
+from vllm_encoder_cg.startup.forward_choice import choose_forward
+from vllm_encoder_cg.startup.known_costs import KnownCosts
+from vllm_encoder_cg.startup.self_check import SelfCheck
+from vllm_encoder_cg.startup.stopwatch import Stopwatch
 from vllm_encoder_cg.weights import WeightWatch
 
 logger = init_logger(__name__)

@@ -14,9 +14,9 @@ import torch
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
 from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import EagerReason
-from vllm_encoder_cg.plans import Plan, SubBatch, without_graphs
-from vllm_encoder_cg.self_check import SelfCheck
-from vllm_encoder_cg.step_timer import StepTimer
+from vllm_encoder_cg.observability.step_timer import StepTimer
+from vllm_encoder_cg.planning.plans import Plan, SubBatch, without_graphs
+from vllm_encoder_cg.startup.self_check import SelfCheck
 
 
 class PlanRunner:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import Counter
 
 from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
-from vllm_encoder_cg.budgets import BudgetPlan
 from vllm_encoder_cg.definitions import EncoderCudaGraphConfig
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.planning.budgets import BudgetPlan
 
 logger = init_logger(__name__)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_encoder_cg.rounding import allowed_error, nudge
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-from vllm_encoder_cg.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import allowed_error, nudge
+from vllm_encoder_cg.startup.self_check import relative_norm
 from vllm_encoder_cg.verification_cases import (
     FULL_SIDE,
     Case,
@@ -27,7 +27,7 @@ from vllm_encoder_cg.verification_cases import (
 if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderBatch
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
-    from vllm_encoder_cg.plans import Plan
+    from vllm_encoder_cg.planning.plans import Plan
 
 TOLERANCE: dict[torch.dtype, float] = {
     torch.float32: 1e-4,

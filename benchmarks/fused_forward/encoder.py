@@ -19,12 +19,12 @@ from benchmarks.fused_forward.steps import time_steps
 from vllm_encoder_cg.benchmarking.cases import STANDARD_CASES
 from vllm_encoder_cg.benchmarking.floor import exact_shape_graphs
 from vllm_encoder_cg.benchmarking.timing import time_in_turn
-from vllm_encoder_cg.forward_choice import choose_forward
 from vllm_encoder_cg.kernels import short_rows
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
+from vllm_encoder_cg.startup.forward_choice import choose_forward
 
 _PROFILED_CASES = ("1 x 224x224", "1 x 640x480", "1 x 1024x1024")
 _ERROR_CASES = ("1 x 224x224", "4 x 336x336")

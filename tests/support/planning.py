@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.definitions import (
     EagerReason,
     EncoderItemSpec,
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.planner import Plan
+from vllm_encoder_cg.planning.costs import CostModel
+from vllm_encoder_cg.planning.planner import Plan
 
 NAMES = ("sequences", "rows")
 

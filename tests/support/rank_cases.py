@@ -19,8 +19,8 @@ import torch
 
 from tests.support.fused import fused
 from tests.support.small_towers import small_deepseek_ocr
-from vllm_encoder_cg.planner import Plan
-from vllm_encoder_cg.self_check import Mismatch, relative_norm
+from vllm_encoder_cg.planning.planner import Plan
+from vllm_encoder_cg.startup.self_check import Mismatch, relative_norm
 from vllm_encoder_cg.verification_cases import MediaBatch, images, videos
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def _every_capture_fails(rank: int, size: int, mode: str) -> dict[str, Any]:
 
 
 def _check_fails(rank: int, size: int, mode: str) -> dict[str, Any]:
-    from vllm_encoder_cg import self_check
+    from vllm_encoder_cg.startup import self_check
 
     on_rank = toy_rank(size, mode)
     compare_items = self_check.compare_items
@@ -330,7 +330,7 @@ def _check_fails(rank: int, size: int, mode: str) -> dict[str, Any]:
 
 
 def _check_stops_the_start(rank: int, size: int, mode: str) -> str:
-    from vllm_encoder_cg import self_check
+    from vllm_encoder_cg.startup import self_check
 
     on_rank = toy_rank(size, mode, on_mismatch="raise")
     compare_items = self_check.compare_items

@@ -34,7 +34,7 @@ from vllm_encoder_cg.verification_cases import MediaBatch, images
 if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderBatch
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
-    from vllm_encoder_cg.plans import Plan
+    from vllm_encoder_cg.planning.plans import Plan
 
 logger = init_logger(__name__)
 

@@ -174,7 +174,7 @@ def _start(spec: EngineSpec, how: str, verbose: bool) -> EngineRun:
 def _tolerance(dtype: str) -> float:
     import torch
 
-    from vllm_encoder_cg.self_check import RELATIVE_TOLERANCE
+    from vllm_encoder_cg.startup.self_check import RELATIVE_TOLERANCE
 
     return 1e-4 if dtype == "float32" else RELATIVE_TOLERANCE[getattr(torch, dtype)]
 

@@ -14,7 +14,7 @@ from vllm_encoder_cg.samples.chat_media import ChatPrompt
 if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderBatch
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
-    from vllm_encoder_cg.plans import Plan
+    from vllm_encoder_cg.planning.plans import Plan
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 
@@ -204,6 +204,6 @@ class _Recorder:
 
 
 def _relative_norms(outputs: Any, expected: Any) -> list[float | None]:
-    from vllm_encoder_cg.self_check import relative_norm
+    from vllm_encoder_cg.startup.self_check import relative_norm
 
     return [relative_norm(a, b) for a, b in zip(outputs, expected, strict=True)]

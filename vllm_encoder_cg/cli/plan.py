@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from vllm_encoder_cg.budget_search import GraphMemory
 from vllm_encoder_cg.cli.output import (
     console,
     fail,
@@ -19,8 +18,10 @@ from vllm_encoder_cg.cli.output import (
     percent,
     write_json,
 )
-from vllm_encoder_cg.cost_file import CostFile, CostFileError, read_costs
-from vllm_encoder_cg.proposal import (
+from vllm_encoder_cg.observability.trace import TraceError, read_trace
+from vllm_encoder_cg.planning.budget_search import GraphMemory
+from vllm_encoder_cg.planning.cost_file import CostFile, CostFileError, read_costs
+from vllm_encoder_cg.planning.proposal import (
     UNMEASURED,
     Ladder,
     Outcome,
@@ -31,19 +32,18 @@ from vllm_encoder_cg.proposal import (
     propose,
     simulate,
 )
-from vllm_encoder_cg.settings import EncoderCgSettings
-from vllm_encoder_cg.trace import TraceError, read_trace
-from vllm_encoder_cg.traffic import (
+from vllm_encoder_cg.planning.traffic import (
     Traffic,
     parse_mix,
     traffic_of_mix,
     traffic_of_trace,
 )
+from vllm_encoder_cg.settings import EncoderCgSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from vllm_encoder_cg.costs import CostModel
+    from vllm_encoder_cg.planning.costs import CostModel
 
 _MIN_TOKENS, _MAX_TOKENS = 64, 16384
 _MEMORY_GIB = EncoderCgSettings().memory_limit_gib or math.inf

@@ -36,8 +36,8 @@ def register() -> None:
 def reset() -> None:
     """Undo ``register()``: vLLM as it was, and ready to be registered again."""
     global _registered
-    from vllm_encoder_cg import prometheus
     from vllm_encoder_cg.integration import patches
+    from vllm_encoder_cg.observability import prometheus
 
     with _lock:
         patches.undo_all()
@@ -83,7 +83,7 @@ def _register() -> None:
 
 
 def _offer_metrics() -> None:
-    from vllm_encoder_cg import prometheus
+    from vllm_encoder_cg.observability import prometheus
 
     try:
         prometheus.offer_metrics()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_encoder_cg.metrics import EncoderStats
+from vllm_encoder_cg.observability.metrics import EncoderStats
 
 EVERY_BATCHES = 8
 """On average, one batch of so many is timed."""

@@ -15,12 +15,16 @@ from typing import Any
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.definitions import EncoderItemSpec, GraphKey
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.metrics import EncoderStats
-from vllm_encoder_cg.metrics_table import EncoderCudaGraphTable
-from vllm_encoder_cg.prometheus import MetricsFiles, open_metrics_files, samples
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.metrics_table import EncoderCudaGraphTable
+from vllm_encoder_cg.observability.prometheus import (
+    MetricsFiles,
+    open_metrics_files,
+    samples,
+)
+from vllm_encoder_cg.observability.trace import TraceHeader
+from vllm_encoder_cg.observability.trace_writer import TraceWriter, check_trace_file
 from vllm_encoder_cg.settings import EncoderCgSettings
-from vllm_encoder_cg.trace import TraceHeader
-from vllm_encoder_cg.trace_writer import TraceWriter, check_trace_file
 
 logger = init_logger(__name__)
 

@@ -36,8 +36,11 @@ from typing import Any
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.integration.environment import METRICS_DIR
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.metrics import EncoderStats
-from vllm_encoder_cg.metrics_folder import join_or_make_folder, leave_folder
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.metrics_folder import (
+    join_or_make_folder,
+    leave_folder,
+)
 
 logger = init_logger(__name__)
 

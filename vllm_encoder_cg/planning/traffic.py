@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_encoder_cg.definitions import DEFAULT_PATH, EncoderItemSpec
-from vllm_encoder_cg.sharding import assign_items, weigh_items
-from vllm_encoder_cg.trace import Trace
+from vllm_encoder_cg.observability.trace import Trace
+from vllm_encoder_cg.planning.sharding import assign_items, weigh_items
 
 ItemTokens = tuple[int, ...]
 """Output tokens of one item, per path."""

@@ -9,22 +9,22 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_encoder_cg.budget_search import (
-    Demands,
-    GraphMemory,
-    Limits,
-    choose_budgets,
-)
-from vllm_encoder_cg.budgets import resolve_budgets
-from vllm_encoder_cg.costs import CostModel, TokenCosts, plan_cost
 from vllm_encoder_cg.definitions import (
     EncoderCudaGraphPathConfig,
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.planner import Planner
+from vllm_encoder_cg.planning.budget_search import (
+    Demands,
+    GraphMemory,
+    Limits,
+    choose_budgets,
+)
+from vllm_encoder_cg.planning.budgets import resolve_budgets
+from vllm_encoder_cg.planning.costs import CostModel, TokenCosts, plan_cost
+from vllm_encoder_cg.planning.planner import Planner
+from vllm_encoder_cg.planning.traffic import Traffic
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
-from vllm_encoder_cg.traffic import Traffic
 
 UNMEASURED = TokenCosts(per_eager=32768.0)
 """Costs where nothing was measured: whatever fits a graph goes by graph, and

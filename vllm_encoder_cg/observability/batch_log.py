@@ -12,10 +12,10 @@ import torch
 from vllm_encoder_cg.adapter import EncoderBatch, GraphShape
 from vllm_encoder_cg.definitions import EagerReason, GraphKey
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.metrics import EncoderStats
-from vllm_encoder_cg.plans import Plan
+from vllm_encoder_cg.observability.metrics import EncoderStats
+from vllm_encoder_cg.observability.reporter import Reporter
+from vllm_encoder_cg.planning.plans import Plan
 from vllm_encoder_cg.ranks import EncoderRanks
-from vllm_encoder_cg.reporter import Reporter
 
 logger = init_logger(__name__)
 

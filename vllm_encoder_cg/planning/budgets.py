@@ -12,13 +12,13 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vllm_encoder_cg.costs import TokenCosts
 from vllm_encoder_cg.definitions import (
     BatchLimits,
     EncoderCudaGraphPathConfig,
     GraphKey,
 )
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.planning.costs import TokenCosts
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 
 logger = init_logger(__name__)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.definitions import GraphKey
-from vllm_encoder_cg.plans import Plan
+from vllm_encoder_cg.planning.plans import Plan
 
 MAX_KINDS = 2000
 """Different rows that are kept apart; what comes later is one row."""

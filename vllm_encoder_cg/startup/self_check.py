@@ -19,9 +19,9 @@ from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.plans import SubBatch
+from vllm_encoder_cg.planning.plans import SubBatch
 from vllm_encoder_cg.ranks import EncoderRanks
-from vllm_encoder_cg.rounding import allowed_error, nudge
+from vllm_encoder_cg.startup.rounding import allowed_error, nudge
 
 logger = init_logger(__name__)
 

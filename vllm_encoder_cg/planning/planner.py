@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from vllm_encoder_cg.costs import CostModel, TokenCosts, plan_cost
 from vllm_encoder_cg.definitions import (
     AxisKeys,
     EagerReason,
@@ -19,9 +18,10 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
-from vllm_encoder_cg.fitting import GraphTable
-from vllm_encoder_cg.packing import Run, pack_cheaply, pack_greedily
-from vllm_encoder_cg.plans import PathStep, Plan, SubBatch
+from vllm_encoder_cg.planning.costs import CostModel, TokenCosts, plan_cost
+from vllm_encoder_cg.planning.fitting import GraphTable
+from vllm_encoder_cg.planning.packing import Run, pack_cheaply, pack_greedily
+from vllm_encoder_cg.planning.plans import PathStep, Plan, SubBatch
 
 _NO_GRAPHS: Mapping[GraphKey, GraphCapacity] = MappingProxyType({})
 _REASONS = list(EagerReason)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from vllm_encoder_cg.definitions import GraphKey
 
 if TYPE_CHECKING:
-    from vllm_encoder_cg.plans import Plan
+    from vllm_encoder_cg.planning.plans import Plan
 
 
 class CostModel(Protocol):

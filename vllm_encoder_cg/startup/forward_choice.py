@@ -19,7 +19,7 @@ from vllm_encoder_cg.capture import GraphSet, capture_graphs
 from vllm_encoder_cg.definitions import BatchLimits, GraphKey
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.ranks import EncoderRanks, OutOfStepError
-from vllm_encoder_cg.self_check import NoSampleInputError, check_graphs
+from vllm_encoder_cg.startup.self_check import NoSampleInputError, check_graphs
 
 logger = init_logger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.definitions import EagerReason, GraphKey
-from vllm_encoder_cg.plans import Plan
+from vllm_encoder_cg.planning.plans import Plan
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import IO
 
 from vllm_encoder_cg.definitions import EncoderItemSpec
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.trace import TraceHeader
+from vllm_encoder_cg.observability.trace import TraceHeader
 
 logger = init_logger(__name__)
 

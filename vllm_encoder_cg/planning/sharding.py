@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_encoder_cg.definitions import EncoderItemSpec
-from vllm_encoder_cg.plans import Plan, SubBatch
+from vllm_encoder_cg.planning.plans import Plan, SubBatch
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import NamedTuple
 
-from vllm_encoder_cg.costs import CostModel, TokenCosts
 from vllm_encoder_cg.definitions import EncoderItemSpec
-from vllm_encoder_cg.fitting import GraphTable
+from vllm_encoder_cg.planning.costs import CostModel, TokenCosts
+from vllm_encoder_cg.planning.fitting import GraphTable
 
 Range = tuple[int, int]
 """Begin and end of a sub-batch within a run."""

@@ -16,11 +16,11 @@ import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
 from vllm_encoder_cg.capture import GraphSet
-from vllm_encoder_cg.costs import MeasuredCosts
 from vllm_encoder_cg.definitions import AxisKeys, EncoderItemSpec, GraphKey
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.planning.costs import MeasuredCosts
+from vllm_encoder_cg.planning.sharding import PathRate, attention_work
 from vllm_encoder_cg.ranks import EncoderRanks
-from vllm_encoder_cg.sharding import PathRate, attention_work
 
 logger = init_logger(__name__)
 

@@ -11,8 +11,8 @@ from fractions import Fraction
 from itertools import accumulate
 from operator import ge, truediv
 
-from vllm_encoder_cg.costs import CostModel
 from vllm_encoder_cg.definitions import GraphCapacity, GraphKey
+from vllm_encoder_cg.planning.costs import CostModel
 
 _CLEARLY_CHEAPER = 0.98
 """By more than two measurements of the same time differ."""

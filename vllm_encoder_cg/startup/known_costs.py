@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from vllm_encoder_cg import __version__
-from vllm_encoder_cg.cost_file import (
+from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.planning.cost_file import (
     CostFile,
     CostFileError,
     MeasuredEncoder,
     read_costs,
     write_costs,
 )
-from vllm_encoder_cg.costs import MeasuredCosts
-from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.measurement import measure_encoder
+from vllm_encoder_cg.planning.costs import MeasuredCosts
+from vllm_encoder_cg.planning.sharding import PathRate
 from vllm_encoder_cg.ranks import EncoderRanks
-from vllm_encoder_cg.sharding import PathRate
+from vllm_encoder_cg.startup.measurement import measure_encoder
 
 if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderAdapter

@@ -23,9 +23,9 @@ from pydantic import (
     ValidationError,
 )
 
-from vllm_encoder_cg.costs import MeasuredCosts
 from vllm_encoder_cg.definitions import GraphKey
-from vllm_encoder_cg.sharding import PathRate
+from vllm_encoder_cg.planning.costs import MeasuredCosts
+from vllm_encoder_cg.planning.sharding import PathRate
 
 FORMAT: Literal["vllm-encoder-cg-costs"] = "vllm-encoder-cg-costs"
 VERSION: Literal[1] = 1

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted, timed, recorded and shown while serving."""
