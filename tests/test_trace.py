@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.planning import item
-from vllm_encoder_cg import __version__, trace_writer
+from vllm_encoder_cg import __version__
 from vllm_encoder_cg.definitions import (
     EncoderCudaGraphPathConfig,
     EncoderItemSpec,
     GraphKey,
 )
+from vllm_encoder_cg.observability import trace_writer
 from vllm_encoder_cg.observability.trace import (
     FORMAT,
     VERSION,
