@@ -36,8 +36,22 @@ def make_reporter(stats: EncoderStats, every: int) -> Reporter:
     return Reporter(make_toy_config(), settings, stats)
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _other_tests_threads() -> None:
+    """Managers of other tests, whose encoders are kept, have theirs."""
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "encoder-cg-reporter"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "encoder-cg-reporter" and thread not in _earlier
+    ]
 
 
 # -- Lines ------------------------------------------------------------------------
