@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import vllm_encoder_cg
+from docs.tools import benchmark_results
 from docs.tools.api_page import public_names
 from docs.tools.generate_docs import DOCS, GENERATORS, ROOT, fill, outdated
 from docs.tools.log_lines import LogLine, advice_for, read_advice, read_log_lines
@@ -110,18 +111,28 @@ def test_options_of_plan_in_the_guide_exist() -> None:
         assert option in help_text
 
 
-def test_the_site_builds_with_results_and_asks_no_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_site_builds_with_results_and_asks_no_network(tmp_path: Path) -> None:
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
-    from docs.tools import docs_hooks
+    site = tmp_path / "site"
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(site), strict=True))
+    page_text = (site / "benchmarks.html").read_text()
+    for run in benchmark_results.runs():
+        assert f'href="results/{run.name}/' in page_text
+        for file in run.glob("*.png"):
+            assert (site / "results" / run.name / file.name).is_file()
+    assert not list(site.rglob("summary.json"))
+    for page in site.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)|"
+            r"<link[^>]+rel=\"stylesheet\"[^>]+href=\"(https?:[^\"]+)",
+            page.read_text(),
+        )
+        assert not loaded, page
 
-    run = tmp_path / "results" / "some-card"
-    run.mkdir(parents=True)
-    (run / "README.md").write_text("# Some card\n\n![figure](figure.png)\n")
-    (run / "figure.png").write_bytes(b"\x89PNG")
+
+def test_ratios_of_a_run_are_of_the_same_batches(tmp_path: Path) -> None:
     records = [
         {
             "kind": "cases",
@@ -135,27 +146,9 @@ def test_the_site_builds_with_results_and_asks_no_network(
         for case, ours, eager in (("a", 2.0, 8.0), ("b", 4.0, 4.0))
         for way, ms in (("ours", ours), ("eager", eager))
     ]
-    (run / "summary.json").write_text(json.dumps(records))
-    monkeypatch.setattr(docs_hooks, "RESULTS", tmp_path / "results")
-    site = tmp_path / "site"
-    config = load_config(
-        str(ROOT / "mkdocs.yml"), site_dir=str(site), strict=True, hooks=[]
-    )
-    config.plugins.events["files"].append(docs_hooks.on_files)
-    config.plugins.events["page_markdown"].append(docs_hooks.on_page_markdown)
-    build(config)
-    assert (site / "results" / "some-card" / "figure.png").is_file()
-    assert not (site / "results" / "some-card" / "summary.json").exists()
-    page_text = (site / "benchmarks.html").read_text()
-    assert "results/some-card" in page_text
-    assert "SomeModel" in page_text and "0.500 (1.000)" in page_text
-    for page in site.rglob("*.html"):
-        loaded = re.findall(
-            r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)|"
-            r"<link[^>]+rel=\"stylesheet\"[^>]+href=\"(https?:[^\"]+)",
-            page.read_text(),
-        )
-        assert not loaded, page
+    (tmp_path / "summary.json").write_text(json.dumps(records))
+    table = benchmark_results.overview([tmp_path])
+    assert "SomeModel" in table and "0.500 (1.000)" in table
 
 
 def test_every_room_of_the_package_is_in_the_table() -> None:

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import api_page  # noqa: E402
+import benchmark_results  # noqa: E402
 from log_lines import LogLine, advice_for, read_log_lines  # noqa: E402
 
 from vllm_encoder_cg.models.matrix import (  # noqa: E402
@@ -130,6 +131,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "hardware": hardware,
     "log-lines": log_lines,
     "api": api_page.render,
+    "results-overview": lambda: benchmark_results.overview(benchmark_results.runs()),
+    "results-list": benchmark_results.listing,
 }
 
 
