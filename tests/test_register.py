@@ -47,7 +47,9 @@ def _values(names: list[str]) -> list[Any]:
     return [patches.resolve(*name.split(":"))[2] for name in names]
 
 
-def _build_worker() -> None:
+def _build_worker(
+    additional_config: Any = None, *, enabled: bool = True, rank: int = 0
+) -> None:
     """Run ``WorkerBase.__init__``, as building any worker does."""
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -55,8 +57,11 @@ def _build_worker() -> None:
         kernel_config=SimpleNamespace(
             ir_op_priority=SimpleNamespace(set_default=lambda: None)
         ),
-        compilation_config=SimpleNamespace(ir_enable_torch_wrap=True),
+        compilation_config=SimpleNamespace(
+            ir_enable_torch_wrap=True, cudagraph_mm_encoder=enabled
+        ),
         parallel_config=SimpleNamespace(rank=0),
+        additional_config=additional_config,
     )
     others = (
         "model_config cache_config lora_config load_config scheduler_config "
@@ -64,7 +69,7 @@ def _build_worker() -> None:
     )
     for name in others.split():
         setattr(config, name, None)
-    WorkerBase(config, local_rank=0, rank=0, distributed_init_method="")
+    WorkerBase(config, local_rank=rank, rank=rank, distributed_init_method="")
 
 
 def _expected_in_a_worker() -> list[str]:
@@ -102,6 +107,29 @@ def test_building_a_worker_replaces_exactly_these_names(package_log: Log) -> Non
     after = _values(names)
     assert all(new is not old for old, new in zip(before, after, strict=True))
     assert _warnings(package_log) == []
+
+
+WRONG_SETTINGS = [
+    ({"encoder_cg": {"max_graphs": 0}}, r"encoder_cg\.max_graphs: got 0"),
+    ({"encoder-cg": {}}, "did you mean 'encoder_cg'"),
+    ({"encoder_cg": {"trace_file": "/no/such/folder/t.jsonl"}}, "has no folder"),
+]
+
+
+@pytest.mark.parametrize(("additional_config", "message"), WRONG_SETTINGS)
+def test_wrong_settings_end_the_start_before_a_model_is_loaded(
+    additional_config: Any, message: str
+) -> None:
+    vllm_encoder_cg.register()
+    with pytest.raises(ValueError, match=message):
+        _build_worker(additional_config)
+    # Nobody asked for encoder graphs.
+    _build_worker(additional_config, enabled=False)
+
+
+def test_a_later_rank_needs_no_folder_for_the_trace() -> None:
+    vllm_encoder_cg.register()
+    _build_worker(WRONG_SETTINGS[-1][0], rank=1)
 
 
 def test_twice_is_once() -> None:

@@ -142,6 +142,30 @@ def test_all_faults_are_reported_at_once() -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    "key", ["encoder-cg", "encodercg", "ENCODER_CG", "encoder_cgs", "vllm_encoder_cg"]
+)
+def test_a_key_that_is_nearly_ours_is_refused(key: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        EncoderCgSettings.from_additional_config({key: {"max_graphs": 3}})
+    assert f"additional_config.{key}: unknown key" in str(caught.value)
+    assert "did you mean 'encoder_cg'?" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", EncoderCgSettings.model_fields)
+def test_an_option_outside_of_our_key_is_refused(name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        EncoderCgSettings.from_additional_config({"encoder_cg": {}, name: 3})
+    assert str(caught.value).startswith(f"additional_config.{name}: got 3, an option")
+    assert f'{{"encoder_cg": {{"{name}": ...}}}}' in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["encoder", "encoder_config", "decoder", "", 7, None])
+def test_keys_of_others_are_left_alone(key: Any) -> None:
+    read = EncoderCgSettings.from_additional_config({key: {"max_graphs": 3}})
+    assert read == EncoderCgSettings()
+
+
 @pytest.mark.parametrize("options", [True, "fine", ["ladder"], 3])
 def test_options_must_be_an_object(options: Any) -> None:
     with pytest.raises(ValueError, match=r"additional_config\.encoder_cg: got"):

@@ -18,7 +18,10 @@ from vllm_encoder_cg.logger import init_logger
 
 logger = init_logger(__name__)
 
-_PREFIX = "additional_config.encoder_cg"
+_KEY = "encoder_cg"
+_PREFIX = f"additional_config.{_KEY}"
+_NEAR_KEY = 0.9
+"""Likeness, as ``difflib`` has it, from which a key can only be a slip of ours."""
 
 
 def _option(default: Any, description: str, accepts: str, **constraints: Any) -> Any:
@@ -86,7 +89,8 @@ class EncoderCgSettings(BaseModel):
         None,
         "A file with measured times: read at start-up instead of measuring where it "
         "is of this encoder, GPU and version, and written after measuring where there "
-        "is none. `vllm-encoder-cg plan` reads it, too. null: always measured.",
+        "is none. `vllm-encoder-cg plan` reads it, too. On a CPU nothing is measured, "
+        "so the file is neither read nor written. null: always measured.",
         "a path, such as /var/cache/encoder-costs.json, or null",
         min_length=1,
     )
@@ -126,20 +130,22 @@ class EncoderCgSettings(BaseModel):
                 than mappings (vLLM accepts those for platforms), hold no options.
 
         Raises:
-            ValueError: an unknown option, or a value that an option refuses; all
-                faults in one message.
+            ValueError: an unknown option, or a value that an option refuses, or
+                either beside ``"encoder_cg"`` instead of under it; all faults in one
+                message.
         """
         if not isinstance(additional_config, Mapping):
             return cls()
-        options = additional_config.get("encoder_cg")
+        faults = _misplaced(additional_config)
+        options = additional_config.get(_KEY)
         if options is None:
-            return cls()
+            options = {}
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"{_PREFIX}: got {options!r}; use an object of options, such as "
                 '{"ladder": "fine"}'
             )
-        faults = [
+        faults += [
             _unknown_option(name, value)
             for name, value in options.items()
             if name not in cls.model_fields
@@ -154,6 +160,33 @@ class EncoderCgSettings(BaseModel):
         if faults:
             raise ValueError("\n".join(faults))
         return settings
+
+
+def _misplaced(additional_config: Mapping[Any, Any]) -> list[str]:
+    """What lies beside our key in `additional_config` and was meant to be under it.
+
+    Other keys are those of other plug-ins and platforms, and nobody else tells a
+    user that ours would do nothing.
+    """
+    faults = []
+    for key, value in additional_config.items():
+        if key in EncoderCgSettings.model_fields:
+            faults.append(
+                f"additional_config.{key}: got {value!r}, an option of vllm-encoder-cg "
+                f'outside of "{_KEY}"; put it there: {{"{_KEY}": {{"{key}": ...}}}}'
+            )
+        elif key != _KEY and _is_like_ours(key):
+            faults.append(
+                f"additional_config.{key}: unknown key, got {value!r}; did you mean "
+                f"{_KEY!r}?"
+            )
+    return faults
+
+
+def _is_like_ours(key: Any) -> bool:
+    letters = "".join(filter(str.isalnum, str(key).lower())).removeprefix("vllm")
+    ours = _KEY.replace("_", "")
+    return difflib.SequenceMatcher(None, letters, ours).ratio() >= _NEAR_KEY
 
 
 def _unknown_option(name: Any, value: Any) -> str:

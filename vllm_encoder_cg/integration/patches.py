@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_encoder_cg.integration import runners, status
+from vllm_encoder_cg.integration import early_checks, runners, status
 from vllm_encoder_cg.integration.vllm_symbols import (
     V2_INTERFACE,
     WORKER_SYMBOLS,
@@ -122,6 +122,8 @@ def _activate_first(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:
         activate_in_worker()
         original(worker, *args, **kwargs)
+        if _is_active():
+            early_checks.check_settings(worker.vllm_config, worker.rank)
 
     return __init__
 
@@ -134,7 +136,8 @@ PROCESS_PATCHES = (
         "WorkerBase.__init__",
         _activate_first,
         why="The first call in a process that will run a model, before the runner "
-        "exists and after the worker's modules are loaded.",
+        "exists and after the worker's modules are loaded; wrong settings end the "
+        "start here, not after minutes of loading weights.",
         remove_when=_UNTIL_A_HOOK,
     ),
 )
@@ -277,6 +280,11 @@ def activate_in_worker() -> None:
                 "not be put in place. vLLM is unchanged.",
                 exc_info=True,
             )
+
+
+def _is_active() -> bool:
+    """Whether the worker patches are in force."""
+    return any(applied.patch in WORKER_PATCHES for applied in _applied)
 
 
 def _activate() -> None:
