@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,8 +27,13 @@ from vllm_encoder_cg.planning.cost_file import (
 from vllm_encoder_cg.planning.costs import MeasuredCosts
 from vllm_encoder_cg.planning.sharding import PathRate
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
+from vllm_encoder_cg.settings import EncoderCgSettings
 from vllm_encoder_cg.startup import known_costs
-from vllm_encoder_cg.startup.known_costs import KnownCosts, identify
+from vllm_encoder_cg.startup.known_costs import (
+    KnownCosts,
+    identify,
+    usable_cost_file,
+)
 
 RANKS = EncoderRanks(EncoderMode.SINGLE)
 ENCODER = MeasuredEncoder(
@@ -259,3 +265,27 @@ class TestStartUp:
     ) -> None:
         assert start("/no/such/folder/costs.json")[0] is COSTS
         assert "cannot be written" in package_log.text
+
+
+@pytest.mark.parametrize(
+    ("device", "cost_model", "reason"),
+    [
+        ("cpu", True, "nothing is measured on a CPU"),
+        ("cuda", False, "nothing is measured as cost_model is false"),
+        ("cuda", True, None),
+    ],
+)
+def test_a_file_that_is_not_used_is_said_not_to_be(
+    device: str,
+    cost_model: bool,
+    reason: str | None,
+    package_log: pytest.LogCaptureFixture,
+) -> None:
+    settings = EncoderCgSettings(cost_file="costs.json", cost_model=cost_model)
+    used = usable_cost_file(settings, torch.device(device))
+    assert used == (None if reason else "costs.json")
+    assert [reason in r.getMessage() for r in package_log.records if reason] == (
+        [True] if reason else []
+    )
+    nothing = EncoderCgSettings(cost_model=cost_model)
+    assert usable_cost_file(nothing, torch.device(device)) is None

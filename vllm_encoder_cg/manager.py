@@ -35,7 +35,7 @@ from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
 from vllm_encoder_cg.startup.forward_choice import choose_forward
-from vllm_encoder_cg.startup.known_costs import KnownCosts
+from vllm_encoder_cg.startup.known_costs import KnownCosts, usable_cost_file
 from vllm_encoder_cg.startup.self_check import SelfCheck
 from vllm_encoder_cg.startup.stopwatch import Stopwatch
 from vllm_encoder_cg.weights import WeightWatch
@@ -205,7 +205,7 @@ class EncoderCudaGraphManager:
             return
         measures = self.device.type == "cuda" and self.settings.cost_model
         known = KnownCosts(
-            self.settings.cost_file if measures else None,
+            usable_cost_file(self.settings, self.device),
             self.adapter,
             self.device,
             self._ranks,

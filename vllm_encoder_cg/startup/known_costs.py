@@ -21,6 +21,7 @@ from vllm_encoder_cg.planning.cost_file import (
 from vllm_encoder_cg.planning.costs import MeasuredCosts
 from vllm_encoder_cg.planning.sharding import PathRate
 from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.settings import EncoderCgSettings
 from vllm_encoder_cg.startup.measurement import measure_encoder
 
 if TYPE_CHECKING:
@@ -58,6 +59,20 @@ def identify(
         vllm=vllm.__version__,
         package=__version__,
     )
+
+
+def usable_cost_file(settings: EncoderCgSettings, device: torch.device) -> str | None:
+    """The cost file; None, with a line that says why, where nothing is measured."""
+    if settings.cost_file is None:
+        return None
+    if device.type == "cuda" and settings.cost_model:
+        return settings.cost_file
+    logger.info(
+        "The encoder cost file %s is neither read nor written: nothing is measured %s",
+        settings.cost_file,
+        "on a CPU" if settings.cost_model else "as cost_model is false",
+    )
+    return None
 
 
 class KnownCosts:
