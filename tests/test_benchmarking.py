@@ -28,7 +28,12 @@ from vllm_encoder_cg.benchmarking.encoder import (
 from vllm_encoder_cg.benchmarking.floor import _adapter_forwards
 from vllm_encoder_cg.benchmarking.in_tree import pack_as_reference
 from vllm_encoder_cg.benchmarking.plots import write_plots
-from vllm_encoder_cg.benchmarking.report import markdown, table_rows, write_report
+from vllm_encoder_cg.benchmarking.report import (
+    CPU_NOTE,
+    markdown,
+    table_rows,
+    write_report,
+)
 from vllm_encoder_cg.benchmarking.timing import CaseTimes, summarize, time_in_turn
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 from vllm_encoder_cg.startup.self_check import relative_norm
@@ -189,6 +194,10 @@ def test_reports_and_figures(tmp_path: Path) -> None:
     assert markdown(made_up()) in text
     assert "(Model-FLASH_ATTN-latency.png)" in text
     assert "ours: 41 graphs, 3.00 GiB, 3.5 s" in text
+    assert CPU_NOTE not in text
+    on_cpu = made_up()
+    on_cpu.about["device"] = "cpu"
+    assert CPU_NOTE in markdown(on_cpu)
 
 
 def test_vllm_plots_the_records(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from vllm_encoder_cg.benchmarking.timing import CaseTimes
 
 OURS = "ours"
+CPU_NOTE = (
+    "No GPU: the captured forward is run again in place of a graph, so these times say "
+    "nothing of graphs."
+)
 
 
 def title(benchmark: EncoderBenchmark) -> str:
@@ -87,6 +91,8 @@ def _cell(value: float | None, form: str) -> str:
 def markdown(benchmark: EncoderBenchmark) -> str:
     """Title and tables of one encoder."""
     parts = [f"**{title(benchmark)}**"]
+    if benchmark.about["device"] == "cpu":
+        parts.append(CPU_NOTE)
     if benchmark.cases:
         parts.append(_markdown_table(*table_rows(benchmark.cases)))
         parts += _floor_note(benchmark.cases)
