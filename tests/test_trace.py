@@ -148,6 +148,10 @@ def test_a_torn_last_line_is_left_out(cut: int) -> None:
         ('{"modality": "image", "tokens": ["3"]}', "tokens.0: "),
         ('{"modality": 1, "tokens": []}', "modality: "),
         (
+            '{"modality": "audio", "tokens": [3]}',
+            "modality: Value error, got 'audio'; known are image, video",
+        ),
+        (
             '{"modality": "image", "tokens": [3], "paths": {"local": [3]}}',
             "path 'local' is not of default",
         ),

@@ -27,7 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass as validated
 
 from vllm_encoder_cg import __version__
@@ -37,7 +44,16 @@ FORMAT: Literal["vllm-encoder-cg-trace"] = "vllm-encoder-cg-trace"
 VERSION = 1
 """Raised when a reader of the version before could not make sense of a file."""
 
+MODALITIES = ("image", "video", "vision_chunk")
+"""What vLLM calls the input of vision encoders; Kimi K2.5's has one for both."""
+
 _FIELDS = ConfigDict(extra="ignore", strict=True)
+
+
+def _known_modality(value: str) -> str:
+    if value not in MODALITIES:
+        raise ValueError(f"got {value!r}; known are {', '.join(MODALITIES)}")
+    return value
 
 
 @validated(frozen=True, slots=True, config=_FIELDS)
@@ -81,8 +97,8 @@ class TraceHeader(TraceFormat):
 class TraceBatch:
     """One batch of a single modality, as the manager received it."""
 
-    modality: str
-    """``"image"`` or ``"video"``."""
+    modality: Annotated[str, AfterValidator(_known_modality)]
+    """One of ``MODALITIES``."""
     tokens: tuple[NonNegativeInt, ...]
     """Output tokens of each item, in the order of the batch."""
     paths: dict[str, tuple[NonNegativeInt, ...]] = Field(default_factory=dict)
