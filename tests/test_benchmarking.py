@@ -40,6 +40,7 @@ from vllm_encoder_cg.startup.self_check import relative_norm
 from vllm_encoder_cg.verification_cases import images
 
 QWEN3 = "Qwen3VLForConditionalGeneration"
+KIMI = "KimiVLForConditionalGeneration"
 QUICK = BenchSettings(rounds=3, limit_s=0.0)
 ABOUT = {
     "architecture": "Model",
@@ -247,6 +248,7 @@ class TestCommand:
     @pytest.fixture(autouse=True)
     def own_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+        monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stdout")
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         monkeypatch.setattr(sys, "argv", ["vllm-encoder-cg", "bench"])
 
@@ -261,13 +263,21 @@ class TestCommand:
             out=tmp_path / "results",
             json=tmp_path / "records.json",
         )
-        output = capsys.readouterr().out
+        output = " ".join(capsys.readouterr().out.split())
         assert "say nothing of graphs" in output
         assert "ours / eager" in output
         records = json.loads((tmp_path / "results" / "summary.json").read_text())
         assert {record["way"] for record in records} == {"eager", "ours"}
         assert records[0]["device"] == "cpu"
         assert records == json.loads((tmp_path / "records.json").read_text())
+
+    def test_what_no_graph_holds(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from vllm_encoder_cg.cli.bench import bench
+
+        with pytest.raises(SystemExit) as end:
+            bench(architecture=QWEN3, items=["512x512"], rounds=3, max_tokens=64)
+        assert end.value.code == 2
+        assert "no item went through a graph" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -277,6 +287,9 @@ class TestCommand:
             ({"architecture": QWEN3, "items": ["12"]}, "items: got '12'"),
             ({"architecture": QWEN3, "settings": "{"}, "settings: got '{'"),
             ({"architecture": QWEN3, "settings": '{"a": 1}'}, "encoder_cg.a: unknown"),
+            ({"architecture": QWEN3, "dtype": "int8"}, "dtype: got 'int8'; "),
+            ({"architecture": KIMI, "items": ["video:4x64x64"]}, "items: got video"),
+            ({"architecture": QWEN3, "out": Path(__file__)}, "cannot be made"),
             ({"model": "/no/such/folder"}, "/no/such/folder"),
         ],
     )

@@ -16,12 +16,14 @@ from vllm_encoder_cg.cli.verify import verify
 from vllm_encoder_cg.samples.media import photographs
 
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
+KIMI = "KimiVLForConditionalGeneration"
 
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in this process leave no variable to other tests."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stdout")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
@@ -66,10 +68,30 @@ def test_version() -> None:
 
 
 def test_models_as_json() -> None:
-    result = run("models", "--json")
+    result = run("models", "--json", "-")
     models = json.loads(result.stdout)
     assert ARCHITECTURE in [model["architecture"] for model in models["models"]]
+    assert result.stderr.count(f"{ARCHITECTURE} ") == 1
     assert run("models").stdout.count(f"{ARCHITECTURE} ") == 1
+
+
+def test_tables_are_as_wide_as_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "210")
+    assert max(map(len, run("models").stdout.splitlines())) > 150
+
+
+@pytest.mark.parametrize("command", ["bench", "demo", "models", "plan", "verify"])
+def test_results_that_cannot_be_written_are_refused_first(
+    command: str, tmp_path: Path
+) -> None:
+    result = run(command, "--json", str(tmp_path / "none" / "x.json"))
+    assert result.returncode == 2
+    assert result.stderr.startswith("vllm-encoder-cg: json: there is no folder")
+    assert len(result.stderr.splitlines()) == 1
+    result = run(command, "--json", str(tmp_path))
+    assert "is a folder" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -84,6 +106,10 @@ def test_models_as_json() -> None:
         (("--architecture", ARCHITECTURE, "--tolerance", "-1"), "'--tolerance'"),
         (("--architecture", ARCHITECTURE, "--max-tokens", "0"), "'--max-tokens'"),
         (("--architecture", ARCHITECTURE, "--batches", "-1"), "'--batches'"),
+        (
+            ("--architecture", KIMI, "--items", "64x64,video:16x448x448"),
+            "items: got video:16x448x448, and graphs of KimiVL",
+        ),
     ],
 )
 def test_wrong_arguments_of_verify(arguments: tuple[str, ...], message: str) -> None:
@@ -96,8 +122,11 @@ def test_wrong_arguments_of_verify(arguments: tuple[str, ...], message: str) -> 
     ("arguments", "message"),
     [
         ({"architecture": ARCHITECTURE, "budgets": "16,0"}, "must be positive"),
-        ({"architecture": ARCHITECTURE, "dtype": "float99"}, "float99"),
-        ({"architecture": ARCHITECTURE, "backend": "NONE_SUCH"}, "NONE_SUCH"),
+        ({"architecture": ARCHITECTURE, "dtype": "int8"}, "dtype: got 'int8'; "),
+        (
+            {"architecture": ARCHITECTURE, "backend": "NONE_SUCH"},
+            "backend: got 'NONE_SUCH'; ",
+        ),
         ({"model": "/no/such/folder"}, "/no/such/folder"),
     ],
     ids=str,
@@ -109,7 +138,23 @@ def test_what_cannot_be_built_is_no_difference(
     with pytest.raises(SystemExit) as end:
         verify(**arguments, items="64x64")
     assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if "encoder-cg: " in line
+    ]
+    assert message in line
+
+
+def test_verify_of_what_no_graph_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        verify(
+            architecture=ARCHITECTURE, items="512x512", budgets="16,64", json=Path("-")
+        )
+    assert end.value.code == 2
+    output, others = capsys.readouterr()
+    results = json.loads(output)
+    problem = "no item went through a graph: above every budget"
+    assert (results["ok"], results["problems"]) == (False, [problem])
+    assert "eager: above" in others and problem in others
 
 
 def test_verify_writes_what_it_found(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -39,6 +40,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=120,
         check=False,
+        # Python's, without the COLUMNS that readline adds behind its back.
+        env=dict(os.environ),
     )
 
 
@@ -85,6 +88,7 @@ def test_a_trace(trace: Path, tmp_path: Path) -> None:
     assert ladders["as recorded"]["memory_gib"] == pytest.approx(2.0)
     for name in ladders:
         assert name in result.stdout
+    assert "5 batches were recorded: too few" in result.stdout
     assert "<svg" in figure.read_text()
 
 
@@ -176,7 +180,8 @@ def test_costs_of_another_model(trace: Path, tmp_path: Path) -> None:
         (("--items", "12y"), "items: got '12y'"),
         (("--items", "12", "--memory-gib", "0"), "memory-gib: got 0.0"),
         (("--items", "12", "--plot", "figure.pdf"), "plot: got figure.pdf"),
-        (("--items", "12", "--cost-file", "no.json"), "no.json"),
+        (("--items", "12", "--plot", "/no/where.png"), "plot: there is no folder /no"),
+        (("--items", "12", "--cost-file", "no.json"), "cost-file: there is no file"),
         (("--items", "12", "--min-tokens", "9", "--max-tokens", "4"), "min-tokens"),
         (("--items", "99", "--min-tokens", "9", "--max-tokens", "9"), "no graph helps"),
         (("--items", "99", "--largest", "9999999"), "memory-gib: got"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -143,14 +144,24 @@ def test_reports_of_a_gpu_check() -> None:
 def test_models_command() -> None:
     command = [sys.executable, "-m", "vllm_encoder_cg", "models"]
     result = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, timeout=60, check=True
+        [*command, "--json", "-"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     content = json.loads(result.stdout)
     rows = [row.as_dict() for row in matrix_rows()]
     assert content["models"] == json.loads(json.dumps(rows))
     assert content["vllm"]
     table = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        # Python's, without the COLUMNS that readline adds behind its back.
+        env=dict(os.environ),
     ).stdout
     for row in matrix_rows():
         assert row.architecture in table

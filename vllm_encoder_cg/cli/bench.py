@@ -17,11 +17,20 @@ from vllm_encoder_cg.benchmarking.cases import (
     BenchCase,
     parse_cases,
 )
-from vllm_encoder_cg.benchmarking.report import table_rows, title, write_report
+from vllm_encoder_cg.benchmarking.report import (
+    CPU_NOTE,
+    table_rows,
+    title,
+    write_report,
+)
+from vllm_encoder_cg.cli.arguments import check_catalog, check_modalities
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
+    JsonFile,
+    begin_output,
     console,
     fail,
+    fail_with,
     make_table,
     progress_bar,
     write_json,
@@ -111,20 +120,18 @@ def bench(
         ),
     ] = None,
     seed: Annotated[int, Option(help="Of random weights.")] = 0,
-    json: Annotated[
-        Path | None,
-        Option("--json", help="Write flat records, as in summary.json, to this file."),
-    ] = None,
+    json: JsonFile = None,
     verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
 ) -> None:
     """Time an encoder eagerly, by vLLM's own graphs and by this package's.
 
     Builds the model alone, without an engine, and calls its encoder on random
-    batches, all ways in turn.  "floor" is a graph captured for exactly the batch,
-    which nothing that serves other batches, too, can undercut.  Only ratios within
-    one table mean anything.  Exit code 2: nothing could be timed, or an argument is
-    wrong.
+    batches, all ways in turn.  "floor" is a graph captured for exactly the batch: no
+    graph of the same forward that serves other batches can undercut it.  Only ratios
+    within one table mean anything.  --json has the flat records of summary.json.
+    Exit code 2: nothing could be timed by graph, or an argument is wrong.
     """
+    begin_output(json)
     if (model is None) == (architecture is None):
         fail(
             "give either --model CHECKPOINT, or --architecture NAME for a sample with "
@@ -137,6 +144,7 @@ def bench(
         )
     try:
         given = parse_cases(items or [])
+        check_catalog(architecture, (case.batch for case in given))
         extra = _parse_settings(settings)
     except ValueError as error:
         fail(str(error))
@@ -157,15 +165,19 @@ def bench(
         seed=seed,
         settings=extra,
     )
+    if out is not None:
+        _make_folder(out)
     cases = given or (SMALL_CASES if options.is_small else STANDARD_CASES)
     try:
-        benchmark = _run(options, cases, rounds, limit_s, in_tree, floor, growth)
-    except (ValueError, NotImplementedError, OSError) as error:
-        fail(str(error))
+        benchmark, hits = _run(options, cases, rounds, limit_s, in_tree, floor, growth)
+    except Exception as error:  # of an option, or of vLLM's own encoder
+        fail_with(error, verbose=verbose)
     _print(benchmark, on_cpu)
     write_json(json, benchmark.records())
     if out is not None:
         _write(out, benchmark)
+    if not hits:
+        fail("no item went through a graph: all are above every budget, or faster so")
 
 
 def _parse_settings(text: str) -> dict[str, Any]:
@@ -185,7 +197,8 @@ def _run(
     in_tree: bool,
     floor: bool,
     growth: bool,
-) -> EncoderBenchmark:
+) -> tuple[EncoderBenchmark, int]:
+    """What was measured, and how many items went through graphs meanwhile."""
     from vllm_encoder_cg.benchmarking.encoder import (
         BenchSettings,
         bench_encoder,
@@ -195,26 +208,26 @@ def _run(
     with captured_encoder(options) as manager:
         if not manager.is_captured():
             fail(f"no encoder graphs: {manager.inactive_reason or 'none was captured'}")
+        name = type(manager.model).__name__
+        check_modalities(name, manager.config.modalities, (c.batch for c in cases))
         steps = len(cases)
         if growth:
             steps += len(growth_points(max(manager.token_budgets)))
         with progress_bar(steps) as begin:
-            return bench_encoder(
+            benchmark = bench_encoder(
                 manager,
                 cases,
                 BenchSettings(rounds, limit_s, in_tree, floor),
                 growth=growth,
                 on_progress=begin,
             )
+        return benchmark, manager.get_cumulative_stats()["graph_hits"]
 
 
 def _print(benchmark: EncoderBenchmark, on_cpu: bool) -> None:
     console.print(title(benchmark), markup=False)
     if on_cpu:
-        console.print(
-            "no GPU: the captured forward is run again in place of a graph, so these "
-            "times say nothing of graphs"
-        )
+        console.print(CPU_NOTE)
     for rows in (benchmark.cases, benchmark.growth):
         if rows:
             _print_table(rows)
@@ -226,6 +239,14 @@ def _print_table(rows: list[CaseTimes]) -> None:
     for line in cells:
         table.add_row(*line)
     console.print(table)
+
+
+def _make_folder(folder: Path) -> None:
+    """Early: what cannot be written need not be measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"out: {folder} cannot be made: {error.strerror}")
 
 
 def _write(folder: Path, benchmark: EncoderBenchmark) -> None:

@@ -21,7 +21,15 @@ from vllm_encoder_cg.cli.demo_engine import (
     run_engine,
 )
 from vllm_encoder_cg.cli.environment import prepare_vllm
-from vllm_encoder_cg.cli.output import console, fail, make_table, write_json
+from vllm_encoder_cg.cli.output import (
+    JsonFile,
+    begin_output,
+    console,
+    fail,
+    make_table,
+    print_line,
+    write_json,
+)
 from vllm_encoder_cg.samples.chat_media import ChatMedia, ChatPrompt, demo_prompts
 
 if TYPE_CHECKING:
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _FRAMES, _FRAME_SIZE = 8, 224
+
+_NO_HITS = "no item went through a graph"
 
 _COLUMNS = (
     "prompt",
@@ -60,9 +70,7 @@ def demo(
     ] = None,
     max_tokens: Annotated[int, Option(help="Tokens to generate per prompt.")] = 16,
     seed: Annotated[int, Option(help="Of the engine.")] = 0,
-    json: Annotated[
-        Path | None, Option("--json", help="Write the results to this file.")
-    ] = None,
+    json: JsonFile = None,
     verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
 ) -> None:
     """Encode photographs in a real vLLM engine, by graph and eagerly.
@@ -73,8 +81,10 @@ def demo(
     on the same buffers.  Exit code: 0 if nothing differs, 1 if something does, 2
     if there was nothing to compare or an argument is wrong.
     """
+    begin_output(json)
     prompts = tuple(_prompts(image or [], seed))
-    prepare_vllm(offline=model is None, verbose=verbose)
+    # What is logged goes to a file, which is shown if the engine fails.
+    prepare_vllm(offline=model is None, verbose=verbose, quiet_level="WARNING")
     with tempfile.TemporaryDirectory(prefix="vllm-encoder-cg-") as folder:
         spec = EngineSpec(
             prompts=prompts,
@@ -124,7 +134,7 @@ def demo(
         },
     )
     if problems:
-        raise SystemExit(1)
+        raise SystemExit(2 if problems == [_NO_HITS] else 1)
 
 
 def _prompts(paths: Sequence[Path], seed: int) -> list[ChatPrompt]:
@@ -153,7 +163,7 @@ def _start(spec: EngineSpec, how: str, verbose: bool) -> EngineRun:
     """Runs an engine in a fresh process, which gives all GPU memory back."""
     log = None if verbose else spec.folder / "log.txt"
     if not console.is_terminal:
-        print(f"vLLM {how} ...", flush=True)
+        print_line(f"vLLM {how} ...")
     with (
         console.status(f"vLLM {how} ..."),
         ProcessPoolExecutor(
@@ -167,7 +177,7 @@ def _start(spec: EngineSpec, how: str, verbose: bool) -> EngineRun:
             return pool.submit(run_engine, spec).result()
         except Exception as error:
             if log is not None and log.exists():
-                print(log.read_text(errors="replace")[-8000:])
+                print_line(log.read_text(errors="replace")[-8000:])
             fail(f"vLLM {how} failed: {type(error).__name__}: {error}")
 
 
@@ -247,7 +257,7 @@ def _problems(
         if with_graphs.token_ids[prompt.name] != without.token_ids[prompt.name]:
             problems.append(f"{prompt.name}: other tokens than without graphs")
     if not with_graphs.statistics["graph_hits"]:
-        problems.append("no item went through a graph")
+        problems.append(_NO_HITS)
     return problems
 
 

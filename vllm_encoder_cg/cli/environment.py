@@ -6,15 +6,21 @@ from __future__ import annotations
 import os
 
 
-def prepare_vllm(*, offline: bool, verbose: bool = False) -> None:
+def prepare_vllm(
+    *, offline: bool, verbose: bool = False, quiet_level: str = "ERROR"
+) -> None:
     """Chooses how vLLM logs and where it looks; call it before importing vLLM.
 
     Variables that the user has set are left alone.
 
     Args:
         offline: nothing is to be fetched: the checkpoint is one of ours.
+        verbose: show what vLLM logs.
+        quiet_level: of what is logged otherwise.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else quiet_level)
+    # Standard output has the results.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # The engine in this process, so that its encoder can be looked at.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-import json as json_format
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
-
-from typer import Option
 
 from vllm_encoder_cg import __version__
-from vllm_encoder_cg.cli.output import console, make_table, yes
+from vllm_encoder_cg.cli.output import (
+    JsonFile,
+    begin_output,
+    console,
+    make_table,
+    write_json,
+    yes,
+)
 from vllm_encoder_cg.models.matrix import MatrixRow, matrix_rows
 
 _NAME = "vLLM model class"
@@ -28,7 +31,7 @@ _COLUMNS = (
 
 
 def models(
-    json: Annotated[bool, Option("--json", help="Print JSON instead.")] = False,
+    json: JsonFile = None,
 ) -> None:
     """List the models whose encoders get CUDA graphs.
 
@@ -37,19 +40,20 @@ def models(
     "unknown" means that nobody has verified the model: `vllm-encoder-cg verify`
     does, on your machine.
     """
+    begin_output(json)
     rows = matrix_rows()
-    if json:
-        content = {
-            "vllm_encoder_cg": __version__,
-            "vllm": _vllm_version(),
-            "models": [row.as_dict() for row in rows],
-        }
-        print(json_format.dumps(content, indent=2))
-        return
     table = make_table("", _COLUMNS, (), whole=(_NAME, "attention", _VERIFIED))
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
+    write_json(
+        json,
+        {
+            "vllm_encoder_cg": __version__,
+            "vllm": _vllm_version(),
+            "models": [row.as_dict() for row in rows],
+        },
+    )
 
 
 def _vllm_version() -> str | None:

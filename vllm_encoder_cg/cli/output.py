@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -19,10 +22,26 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rich.table import Table
+from typer import Option
 
 _WIDTH_OF_A_FILE = 150
+_STDOUT = Path("-")
+_OPTIONS = {"mm_encoder_attn_backend": "backend"}
+"""Ours, by vLLM's field where the names differ."""
 
-console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+JsonFile = Annotated[
+    Path | None,
+    Option(
+        "--json",
+        metavar="PATH",
+        help="Write the results to this file; -: to standard output, and everything "
+        "else to standard error.",
+    ),
+]
+
+console = Console(
+    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
+)
 
 
 def make_table(
@@ -71,12 +90,41 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
         yield begin
 
 
+def begin_output(json_file: Path | None) -> None:
+    """Call it first: it ends the command if `json_file` cannot be written, and keeps
+    standard output free where the results go there."""
+    console.stderr = json_file == _STDOUT
+    if json_file != _STDOUT:
+        check_writable("json", json_file)
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Ends the command if `path` cannot become a file; None: none is wanted."""
+    if path is None:
+        return
+    if path.is_dir():
+        fail(f"{option}: {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        fail(f"{option}: there is no folder {path.parent}; create it, or name another")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        fail(f"{option}: {path} cannot be written: no permission")
+
+
+def print_line(text: str) -> None:
+    """As it is, for the clipboard: not wrapped, not coloured."""
+    print(text, file=console.file, flush=True)
+
+
 def write_json(path: Path | None, content: dict[str, Any] | list[Any]) -> None:
     """Writes `content` where a path was given."""
     if path is None:
         return
+    text = json.dumps(content, indent=2)
+    if path == _STDOUT:
+        print(text)
+        return
     try:
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        path.write_text(text + "\n")
     except OSError as error:
         fail(f"json: {path} cannot be written: {error.strerror}")
     console.print(f"written to {path}")
@@ -86,6 +134,33 @@ def fail(message: str, code: int = 2) -> NoReturn:
     """Ends the command with an error; 2: it could not do what was asked."""
     print(f"vllm-encoder-cg: {message}", file=sys.stderr)
     raise SystemExit(code)
+
+
+def fail_with(error: Exception, *, verbose: bool = False) -> NoReturn:
+    """Ends the command with what an exception says, in one line.
+
+    Args:
+        verbose: print the traceback, too.
+    """
+    if verbose:
+        traceback.print_exception(error)
+    message = in_one_line(error)
+    # Others were not raised for a user to read.
+    if not isinstance(error, ValueError | OSError):
+        message = f"{type(error).__name__}: {message} (--verbose shows where)"
+    fail(message)
+
+
+def in_one_line(error: Exception) -> str:
+    """What an exception says; the first fault of one by pydantic, without its form."""
+    if not isinstance(error, ValidationError):
+        return "; ".join(filter(None, map(str.strip, str(error).splitlines())))
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return message
+    field = str(first["loc"][0])
+    return f"{_OPTIONS.get(field, field)}: got {first['input']!r}; {message}"
 
 
 def yes(value: bool) -> str:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from vllm_encoder_cg.cli.output import (
+    JsonFile,
+    begin_output,
+    check_writable,
     console,
     fail,
     make_table,
     percent,
+    print_line,
     write_json,
 )
 from vllm_encoder_cg.observability.trace import TraceError, read_trace
@@ -49,6 +53,9 @@ _MIN_TOKENS, _MAX_TOKENS = 64, 16384
 _MEMORY_GIB = EncoderCgSettings().memory_limit_gib or math.inf
 _MOST_BATCHES = 20000
 """Distinct batches that are simulated; of more, an even choice."""
+
+_FEW_BATCHES = 300
+"""Below, chance decides which sizes a trace has."""
 
 _COLUMNS = ("budgets", "graphs", "from", "to", "items per replay", "hit rate")
 _MEASURES = ("padding", "replays per batch", "memory (GiB)")
@@ -144,9 +151,7 @@ def plan(
         Path | None,
         Option(help="Draw the distribution with the budgets: a .png or .svg file."),
     ] = None,
-    json: Annotated[
-        Path | None, Option("--json", help="Write the results to this file.")
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Propose token budgets for recorded traffic.
 
@@ -154,15 +159,18 @@ def plan(
     are captured without any, and the --compilation-config to paste.  Nothing is
     loaded and no GPU is used.  Exit code 2: an argument or a file is wrong.
     """
+    begin_output(json)
     if bool(trace) == (items is not None):
         fail("give either TRACE files, or --items with sizes and shares")
     if not 0 < memory_gib < math.inf:
         fail(f"memory-gib: got {memory_gib}; use a number above 0")
     if plot is not None and plot.suffix not in (".png", ".svg"):
         fail(f"plot: got {plot}; use a name that ends in .png or .svg")
+    check_writable("plot", plot)
     try:
         if trace:
             traffic = traffic_of_trace(read_trace(trace))
+            _report_size(sum(traffic.batches.values()))
         else:
             traffic = traffic_of_mix(
                 parse_mix(items or "", token_side),
@@ -194,11 +202,10 @@ def plan(
         "encoder_cudagraph_token_budgets": list(_list_of(ladder)),
         "encoder_cudagraph_max_vision_items_per_batch": ladder.max_items,
     }
-    # As it is, for the clipboard: not wrapped, not coloured.
-    print(f"--compilation-config '{json_format.dumps(compilation_config)}'")
+    print_line(f"--compilation-config '{json_format.dumps(compilation_config)}'")
     if memory_gib > _MEMORY_GIB:
         options = {"encoder_cg": {"memory_limit_gib": memory_gib}}
-        print(f"--additional-config '{json_format.dumps(options)}'")
+        print_line(f"--additional-config '{json_format.dumps(options)}'")
     if plot is not None:
         _draw(plot, rows)
     write_json(
@@ -209,6 +216,16 @@ def plan(
             "ladders": [_describe(row, memory, measured) for row in rows],
         },
     )
+
+
+def _report_size(batches: float) -> None:
+    """How far the proposal is to be believed."""
+    text = f"{batches:.0f} batches were recorded"
+    if batches < _FEW_BATCHES:
+        text += (
+            f": too few to stand for traffic to come; record at least {_FEW_BATCHES}"
+        )
+    console.print(text)
 
 
 def _bounded(
@@ -232,7 +249,10 @@ def _read_costs(path: Path | None, traffic: Traffic) -> tuple[CostModel, GraphMe
         return UNMEASURED, estimate_memory(
             traffic.recorded_budgets, traffic.recorded_memory_bytes
         )
-    content: CostFile = read_costs(path)
+    try:
+        content: CostFile = read_costs(path)
+    except FileNotFoundError:
+        raise CostFileError(f"cost-file: there is no file {path}") from None
     architecture = content.measured.architecture
     if traffic.architecture not in (None, architecture):
         raise CostFileError(

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
+from vllm_encoder_cg.cli.arguments import check_catalog, check_modalities
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
+    JsonFile,
+    begin_output,
     console,
     fail,
+    fail_with,
     make_table,
     percent,
     progress_bar,
@@ -116,9 +119,7 @@ def verify(
         Option("--trust-remote-code", help="Run code that the checkpoint brings."),
     ] = False,
     seed: Annotated[int, Option(help="Of inputs and random weights.")] = 0,
-    json: Annotated[
-        Path | None, Option("--json", help="Write the results to this file.")
-    ] = None,
+    json: JsonFile = None,
     verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
 ) -> None:
     """Compare an encoder by graph with the same encoder run eagerly.
@@ -127,6 +128,7 @@ def verify(
     list of cases both ways.  Exit code: 0 if all are equal within the tolerance,
     1 if one is not, 2 if there was nothing to compare or an argument is wrong.
     """
+    begin_output(json)
     if (model is None) == (architecture is None):
         fail(
             "give either --model CHECKPOINT, or --architecture NAME for a small "
@@ -139,6 +141,8 @@ def verify(
         )
     try:
         given = parse_items(items) if items else None
+        if given:
+            check_catalog(architecture, given.batches)
         options = EncoderOptions(
             model=model,
             architecture=architecture,
@@ -162,13 +166,22 @@ def verify(
     with contextlib.ExitStack() as stack:
         try:
             manager = stack.enter_context(captured_encoder(options))
-        except (ValueError, OSError) as error:  # of an option, or no such checkpoint
-            fail(str(error))
+        except Exception as error:  # of an option, or no such checkpoint
+            fail_with(error, verbose=verbose)
         try:
             verifier = Verifier(manager, tolerance=tolerance, seed=seed)
         except ValueError as error:
             # Every graph failed or differed, or there cannot be any.
             fail(str(error), code=1 if manager.active else 2)
+        if given:
+            try:
+                name, modalities = (
+                    type(manager.model).__name__,
+                    manager.config.modalities,
+                )
+                check_modalities(name, modalities, given.batches)
+            except ValueError as error:
+                fail(str(error))
         cases = (
             [given]
             if given
@@ -181,9 +194,13 @@ def verify(
         )
         if poison:
             cases = [replace(case, poison=True) for case in cases]
-        results = _run(verifier, cases)
+        try:
+            results = _run(verifier, cases)
+        except Exception as error:  # of vLLM's own encoder
+            fail_with(error, verbose=verbose)
         console.print(_table(manager, results, verifier.tolerance))
-        problems = _problems(manager, results)
+        differences = _differences(manager, results)
+        problems = differences or _nothing_compared(results)
         for problem in problems:
             console.print(problem, markup=False)
         write_json(
@@ -198,7 +215,7 @@ def verify(
             },
         )
     if problems:
-        raise SystemExit(1)
+        raise SystemExit(1 if differences else 2)
     console.print(f"all {len(results)} cases equal eager within the tolerance")
 
 
@@ -220,14 +237,24 @@ def _run(verifier: Any, cases: list[Case]) -> list[CaseResult]:
     return results
 
 
-def _problems(manager: EncoderCudaGraphManager, results: list[CaseResult]) -> list[str]:
+def _differences(
+    manager: EncoderCudaGraphManager, results: list[CaseResult]
+) -> list[str]:
     problems = [
         f"{result.case}: {problem}" for result in results for problem in result.problems
     ]
-    problems += [f"graph not usable: {key}" for key in _dropped(manager)]
-    if not any(result.hits for result in results):
-        problems.append("no item went through a graph")
+    problems += [
+        f"graph not usable: {key} (--verbose says why)" for key in _dropped(manager)
+    ]
     return problems
+
+
+def _nothing_compared(results: list[CaseResult]) -> list[str]:
+    if any(result.hits for result in results):
+        return []
+    reasons = dict.fromkeys(why for result in results for why in result.eager_reasons)
+    named = ", ".join(why.replace("_", " ") for why in reasons)
+    return [f"no item went through a graph: {named}"]
 
 
 def _dropped(manager: EncoderCudaGraphManager) -> list[str]:
@@ -265,9 +292,9 @@ def _table(
             str(result.hits),
             str(result.eager),
             _budgets(result.budgets),
-            percent(result.padding),
-            f"{result.error:.1e}",
-            yes(result.bitwise),
+            percent(result.padding) if result.computed_tokens else "",
+            f"{result.error:.1e}" if result.computed_tokens else "",
+            yes(result.bitwise) if result.computed_tokens else "",
             _verdict(result, tolerance),
         )
     return table
@@ -276,6 +303,9 @@ def _table(
 def _verdict(result: CaseResult, tolerance: float) -> str:
     if not result.ok:
         return "DIFFERS"
+    if not result.computed_tokens:
+        reasons = (why.replace("_", " ") for why in result.eager_reasons)
+        return f"eager: {', '.join(reasons)}"
     if result.allowed_error > tolerance:
         return f"ok: rounding explains {result.allowed_error:.1e}"
     return "ok"
