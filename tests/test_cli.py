@@ -127,7 +127,7 @@ def test_wrong_arguments_of_verify(arguments: tuple[str, ...], message: str) -> 
             {"architecture": ARCHITECTURE, "backend": "NONE_SUCH"},
             "backend: got 'NONE_SUCH'; ",
         ),
-        ({"model": "/no/such/folder"}, "/no/such/folder"),
+        ({"model": "/no/such/folder"}, "model: there is no folder /no/such/folder"),
     ],
     ids=str,
 )

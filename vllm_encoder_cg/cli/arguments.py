@@ -1,12 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which items may be given: those that a model encodes by graph."""
+"""What may be given: a checkpoint that is there, and items that it encodes by graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from vllm_encoder_cg.models.catalog import ADAPTED
 from vllm_encoder_cg.verification_cases import MediaBatch
+
+
+def check_folder(model: str | None) -> None:
+    """Refuses the path of a checkpoint that is not there; a mere name is one of a
+    checkpoint to fetch, and None is none.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    if model is None or Path(model).exists():
+        return
+    if model.startswith(("/", "./", "../", "~")):
+        raise ValueError(
+            f"model: there is no folder {model}; give one with a checkpoint, or a "
+            "name to fetch"
+        )
 
 
 def check_catalog(architecture: str | None, batches: Iterable[MediaBatch]) -> None:

@@ -23,7 +23,11 @@ from vllm_encoder_cg.benchmarking.report import (
     title,
     write_report,
 )
-from vllm_encoder_cg.cli.arguments import check_catalog, check_modalities
+from vllm_encoder_cg.cli.arguments import (
+    check_catalog,
+    check_folder,
+    check_modalities,
+)
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
     JsonFile,
@@ -143,6 +147,7 @@ def bench(
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
     try:
+        check_folder(model)
         given = parse_cases(items or [])
         check_catalog(architecture, (case.batch for case in given))
         extra = _parse_settings(settings)

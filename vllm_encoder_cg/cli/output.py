@@ -154,13 +154,17 @@ def fail_with(error: Exception, *, verbose: bool = False) -> NoReturn:
 def in_one_line(error: Exception) -> str:
     """What an exception says; the first fault of one by pydantic, without its form."""
     if not isinstance(error, ValidationError):
-        return "; ".join(filter(None, map(str.strip, str(error).splitlines())))
+        return _joined(str(error))
     first = error.errors()[0]
-    message = first["msg"].removeprefix("Value error, ")
+    message = _joined(first["msg"].removeprefix("Value error, "))
     if not first["loc"]:
         return message
     field = str(first["loc"][0])
     return f"{_OPTIONS.get(field, field)}: got {first['input']!r}; {message}"
+
+
+def _joined(text: str) -> str:
+    return " ".join(filter(None, map(str.strip, text.splitlines())))
 
 
 def yes(value: bool) -> str:

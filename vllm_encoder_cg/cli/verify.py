@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
-from vllm_encoder_cg.cli.arguments import check_catalog, check_modalities
+from vllm_encoder_cg.cli.arguments import (
+    check_catalog,
+    check_folder,
+    check_modalities,
+)
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
     JsonFile,
@@ -140,6 +144,7 @@ def verify(
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
     try:
+        check_folder(model)
         given = parse_items(items) if items else None
         if given:
             check_catalog(architecture, given.batches)
