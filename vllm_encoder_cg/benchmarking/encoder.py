@@ -226,11 +226,12 @@ class EncoderTimer:
         def observe(batch: EncoderBatch, plan: Plan, outputs: Any) -> None:
             seen.append(plan)
 
+        before = self.manager.observer
         self.manager.observer = observe
         try:
             self._through(self.manager, mm_kwargs)()
         finally:
-            self.manager.observer = None
+            self.manager.observer = before
         replays = [
             (step.tokens, self.manager.computed_tokens(step.key))
             for plan in seen
