@@ -43,6 +43,15 @@ class Rotary:
     interleaved: bool = False
     """Whether pairs are neighbours, not halves of a head."""
 
+    @classmethod
+    def of(cls, encoder_metadata: dict[str, Any]) -> Rotary:
+        """The tables that adapters make under vLLM's names."""
+        return cls(
+            encoder_metadata["rotary_pos_emb_cos"],
+            encoder_metadata["rotary_pos_emb_sin"],
+            encoder_metadata["row_total"],
+        )
+
 
 class Attend(ABC):
     """Attention of all layers of one forward.

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from vllm_encoder_cg.models.fused.attention import Attend, FusedAttention, Rotary
+from vllm_encoder_cg.models.attention_tables import AttentionArguments
+from vllm_encoder_cg.models.fused.attention import (
+    Attend,
+    FusedAttention,
+    Rotary,
+    SequenceAttention,
+)
 from vllm_encoder_cg.models.fused.modules import (
     Activation,
     Norm,
@@ -52,6 +58,18 @@ class FusedBlock:
     """``[width]``, or None for 1."""
     scale2: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, block: Any, mlp: FusedMlp) -> FusedBlock:
+        """Of vLLM's block, whose norms and attention have the names that most towers
+        give them."""
+        attention = block.attn
+        return cls(
+            Norm(block.norm1),
+            FusedAttention(attention.qkv, attention.attn, attention.proj),
+            Norm(block.norm2),
+            mlp,
+        )
+
 
 def needs_finite_padding(blocks: Sequence[FusedBlock]) -> bool:
     """Whether what lies in one row may reach another by way of a product, because
@@ -61,6 +79,21 @@ def needs_finite_padding(blocks: Sequence[FusedBlock]) -> bool:
         and is_plain(block.attention.qkv)
         and is_plain(block.attention.proj)
         for block in blocks
+    )
+
+
+def sequence_attention(
+    layer: Any, encoder_metadata: dict[str, Any], blocks: Sequence[FusedBlock]
+) -> SequenceAttention:
+    """Of a tower whose blocks all attend inside the same sequences."""
+    return SequenceAttention(
+        layer,
+        AttentionArguments(
+            encoder_metadata["cu_seqlens"],
+            encoder_metadata["max_seqlen"],
+            encoder_metadata.get("sequence_lengths"),
+        ),
+        keep_finite=needs_finite_padding(blocks),
     )
 
 

@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
-from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.attention import (
-    FusedAttention,
     Rotary,
-    SequenceAttention,
 )
 from vllm_encoder_cg.models.fused.blocks import (
     FusedBlock,
     FusedMlp,
-    needs_finite_padding,
     run_blocks,
+    sequence_attention,
 )
 from vllm_encoder_cg.models.fused.modules import (
     Activation,
@@ -45,12 +42,8 @@ class FusedErnieVision:
     ) -> torch.Tensor:
         tower = self._tower
         angles = encoder_metadata["rotary_pos_emb"]
-        attention = SequenceAttention(
-            tower.blocks[0].attn.attn,
-            AttentionArguments(
-                encoder_metadata["cu_seqlens"], encoder_metadata["max_seqlen"]
-            ),
-            keep_finite=needs_finite_padding(self._blocks),
+        attention = sequence_attention(
+            tower.blocks[0].attn.attn, encoder_metadata, self._blocks
         )
         return run_blocks(
             self._blocks,
@@ -69,10 +62,5 @@ def _make_block(block: Any) -> FusedBlock:
     expect(block.mlp, "Ernie4_5_VisionMLP")
     # A sharded projection is gathered and split anew there.
     expect_unsharded(block.attn)
-    attention, mlp = block.attn, block.mlp
-    return FusedBlock(
-        Norm(block.norm1),
-        FusedAttention(attention.qkv, attention.attn, attention.proj),
-        Norm(block.norm2),
-        FusedMlp(mlp.fc1, Activation(mlp.act), mlp.fc2),
-    )
+    mlp = block.mlp
+    return FusedBlock.of(block, FusedMlp(mlp.fc1, Activation(mlp.act), mlp.fc2))

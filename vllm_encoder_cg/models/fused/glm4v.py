@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
-from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.attention import (
-    FusedAttention,
     Rotary,
-    SequenceAttention,
 )
 from vllm_encoder_cg.models.fused.blocks import (
     FusedBlock,
     FusedMlp,
-    needs_finite_padding,
     run_blocks,
+    sequence_attention,
 )
 from vllm_encoder_cg.models.fused.modules import Activation, Norm, expect
 
@@ -44,22 +41,14 @@ class FusedGlm4Vision:
     ) -> torch.Tensor:
         tower = self._tower
         hidden = tower.patch_embed(tower.input_norm(pixels, tower.dtype))
-        attention = SequenceAttention(
-            tower.blocks[0].attn.attn,
-            AttentionArguments(
-                encoder_metadata["cu_seqlens"], encoder_metadata["max_seqlen"]
-            ),
-            keep_finite=needs_finite_padding(self._blocks),
+        attention = sequence_attention(
+            tower.blocks[0].attn.attn, encoder_metadata, self._blocks
         )
         hidden = run_blocks(
             self._blocks,
             self._first_norm(hidden),
             encoder_metadata["pos_embeds"],
-            Rotary(
-                encoder_metadata["rotary_pos_emb_cos"],
-                encoder_metadata["rotary_pos_emb_sin"],
-                encoder_metadata["row_total"],
-            ),
+            Rotary.of(encoder_metadata),
             lambda index: attention,
             self._last_norm,
         )
@@ -72,10 +61,7 @@ def _make_block(block: Any) -> FusedBlock:
     expect(block, "Glm4vVisionBlock")
     expect(block.attn, "Glm4vVisionAttention")
     expect(block.mlp, "Glm4vVisionMLP")
-    attention, mlp = block.attn, block.mlp
-    return FusedBlock(
-        Norm(block.norm1),
-        FusedAttention(attention.qkv, attention.attn, attention.proj),
-        Norm(block.norm2),
-        FusedMlp(mlp.gate_up_proj, Activation(mlp.act_fn), mlp.down_proj),
+    mlp = block.mlp
+    return FusedBlock.of(
+        block, FusedMlp(mlp.gate_up_proj, Activation(mlp.act_fn), mlp.down_proj)
     )

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.attention import (
     FusedAttention,
     Rotary,
-    SequenceAttention,
 )
 from vllm_encoder_cg.models.fused.blocks import (
     FusedBlock,
     FusedMlp,
-    needs_finite_padding,
     run_blocks,
+    sequence_attention,
 )
 from vllm_encoder_cg.models.fused.modules import Activation, Norm, expect
 
@@ -48,12 +46,8 @@ class FusedMoonVision:
         weight = patches.weight.flatten(1)
         hidden = F.linear(pixels.flatten(1).to(weight.dtype), weight, patches.bias)
         factors = torch.view_as_real(encoder_metadata["rope_freqs_cis"])
-        attention = SequenceAttention(
-            tower.encoder.blocks[0].attn,
-            AttentionArguments(
-                encoder_metadata["cu_seqlens"], encoder_metadata["max_seqlen"]
-            ),
-            keep_finite=needs_finite_padding(self._blocks),
+        attention = sequence_attention(
+            tower.encoder.blocks[0].attn, encoder_metadata, self._blocks
         )
         hidden = run_blocks(
             self._blocks,

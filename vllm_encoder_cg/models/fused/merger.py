@@ -4,10 +4,12 @@ an MLP on them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_encoder_cg.models.fused.blocks import FusedMlp
-from vllm_encoder_cg.models.fused.modules import Norm
+from vllm_encoder_cg.models.fused.modules import Activation, Norm
 
 
 class FusedMerger:
@@ -22,6 +24,13 @@ class FusedMerger:
         self.norm = norm
         self._width = width
         self._mlp = mlp
+
+    @classmethod
+    def of_norm_first(cls, merger: Any) -> FusedMerger:
+        """Of a merger of Qwen2-VL or Qwen2.5-VL."""
+        first, activation, second = merger.mlp
+        mlp = FusedMlp(first, Activation(activation), second)
+        return cls(Norm(merger.ln_q), merger.hidden_size, mlp)
 
     @property
     def is_plain(self) -> bool:

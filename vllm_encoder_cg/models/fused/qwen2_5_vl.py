@@ -9,7 +9,6 @@ import torch
 
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.attention import (
-    FusedAttention,
     Rotary,
     SequenceAttention,
 )
@@ -23,7 +22,6 @@ from vllm_encoder_cg.models.fused.merger import FusedMerger
 from vllm_encoder_cg.models.fused.modules import (
     Activation,
     FusionRefusedError,
-    Norm,
     expect,
 )
 from vllm_encoder_cg.models.fused.windows import WindowAttention
@@ -45,12 +43,7 @@ class FusedQwen25Vision:
             raise FusionRefusedError("it computes in float16; use bfloat16")
         self._tower = tower
         self._blocks = [_make_block(block) for block in tower.blocks]
-        first, activation, second = tower.merger.mlp
-        self._merger = FusedMerger(
-            Norm(tower.merger.ln_q),
-            tower.merger.hidden_size,
-            FusedMlp(first, Activation(activation), second),
-        )
+        self._merger = FusedMerger.of_norm_first(tower.merger)
 
     def __call__(
         self, pixels: torch.Tensor, grids: None, *, encoder_metadata: dict[str, Any]
@@ -84,11 +77,7 @@ class FusedQwen25Vision:
             self._blocks,
             hidden,
             None,
-            Rotary(
-                encoder_metadata["rotary_pos_emb_cos"],
-                encoder_metadata["rotary_pos_emb_sin"],
-                encoder_metadata["row_total"],
-            ),
+            Rotary.of(encoder_metadata),
             lambda index: full if index in tower.fullatt_block_indexes else windows,
             self._merger.norm,
         )
@@ -99,10 +88,7 @@ def _make_block(block: Any) -> FusedBlock:
     expect(block, "Qwen2_5_VisionBlock")
     expect(block.attn, "Qwen2_5_VisionAttention")
     expect(block.mlp, "Qwen2_5_VisionMLP")
-    attention, mlp = block.attn, block.mlp
-    return FusedBlock(
-        Norm(block.norm1),
-        FusedAttention(attention.qkv, attention.attn, attention.proj),
-        Norm(block.norm2),
-        FusedMlp(mlp.gate_up_proj, Activation(mlp.act_fn), mlp.down_proj),
+    mlp = block.mlp
+    return FusedBlock.of(
+        block, FusedMlp(mlp.gate_up_proj, Activation(mlp.act_fn), mlp.down_proj)
     )

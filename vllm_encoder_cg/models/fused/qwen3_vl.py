@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 
-from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.alongside import Alongside
 from vllm_encoder_cg.models.fused.attention import (
-    FusedAttention,
     Rotary,
-    SequenceAttention,
 )
 from vllm_encoder_cg.models.fused.blocks import (
     FusedBlock,
     FusedMlp,
-    needs_finite_padding,
     run_blocks,
+    sequence_attention,
 )
 from vllm_encoder_cg.models.fused.merger import FusedMerger
 from vllm_encoder_cg.models.fused.modules import Activation, Norm, expect
@@ -47,14 +44,8 @@ class FusedQwen3Vision:
     ) -> torch.Tensor:
         tower = self._tower
         hidden = tower.patch_embed(tower.input_norm(pixels, tower.dtype))
-        attention = SequenceAttention(
-            tower.blocks[0].attn.attn,
-            AttentionArguments(
-                encoder_metadata["cu_seqlens"],
-                encoder_metadata["max_seqlen"],
-                encoder_metadata["sequence_lengths"],
-            ),
-            keep_finite=needs_finite_padding(self._blocks),
+        attention = sequence_attention(
+            tower.blocks[0].attn.attn, encoder_metadata, self._blocks
         )
         levels: list[torch.Tensor] = []
 
@@ -68,11 +59,7 @@ class FusedQwen3Vision:
             self._blocks,
             hidden,
             encoder_metadata["pos_embeds"],
-            Rotary(
-                encoder_metadata["rotary_pos_emb_cos"],
-                encoder_metadata["rotary_pos_emb_sin"],
-                encoder_metadata["row_total"],
-            ),
+            Rotary.of(encoder_metadata),
             lambda index: attention,
             self._merger.norm,
             take_level,
@@ -92,10 +79,7 @@ def _make_block(block: Any) -> FusedBlock:
     expect(block, "Qwen3_VisionBlock")
     expect(block.attn, "Qwen2_5_VisionAttention")
     expect(block.mlp, "Qwen3_VisionMLP")
-    attention, mlp = block.attn, block.mlp
-    return FusedBlock(
-        Norm(block.norm1),
-        FusedAttention(attention.qkv, attention.attn, attention.proj),
-        Norm(block.norm2),
-        FusedMlp(mlp.linear_fc1, Activation(mlp.act_fn), mlp.linear_fc2),
+    mlp = block.mlp
+    return FusedBlock.of(
+        block, FusedMlp(mlp.linear_fc1, Activation(mlp.act_fn), mlp.linear_fc2)
     )
