@@ -5,9 +5,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from vllm_encoder_cg.models.catalog import ADAPTED
+from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.verification_cases import MediaBatch
+
+Model = Annotated[
+    str | None, Option(help="Checkpoint: a name or folder, as vLLM takes it.")
+]
+Backend = Annotated[
+    str | None,
+    Option(
+        help="Encoder attention backend: FLASH_ATTN, FLASHINFER or TRITON_ATTN. "
+        "Default: vLLM's choice."
+    ),
+]
+RandomWeights = Annotated[
+    bool, Option("--random-weights", help="Do not read the checkpoint's weights.")
+]
+Dtype = Annotated[
+    str | None,
+    Option(help="Default: float32 on a CPU, otherwise what vLLM chooses."),
+]
+MaxTokens = Annotated[
+    int | None,
+    Option(
+        help="Largest automatic budget. Default: 16384; a small sample: 1024.", min=1
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool, Option("--trust-remote-code", help="Run code that the checkpoint brings.")
+]
+Verbose = Annotated[bool, Option("--verbose", help="Show what vLLM logs.")]
+
+
+def check_sample(architecture: str | None) -> None:
+    """Whether there is a sample checkpoint of an architecture.
+
+    Raises:
+        ValueError: there is none; the message names those there are.
+    """
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"architecture: there is no sample of {architecture!r}; there are "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
 
 
 def check_folder(model: str | None) -> None:

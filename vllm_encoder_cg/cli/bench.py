@@ -24,9 +24,17 @@ from vllm_encoder_cg.benchmarking.report import (
     write_report,
 )
 from vllm_encoder_cg.cli.arguments import (
+    Backend,
+    Dtype,
+    MaxTokens,
+    Model,
+    RandomWeights,
+    TrustRemoteCode,
+    Verbose,
     check_catalog,
     check_folder,
     check_modalities,
+    check_sample,
 )
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
@@ -39,7 +47,6 @@ from vllm_encoder_cg.cli.output import (
     progress_bar,
     write_json,
 )
-from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.settings import EncoderCgSettings
 
@@ -49,9 +56,7 @@ if TYPE_CHECKING:
 
 
 def bench(
-    model: Annotated[
-        str | None, Option(help="Checkpoint: a name or folder, as vLLM takes it.")
-    ] = None,
+    model: Model = None,
     architecture: Annotated[
         str | None,
         Option(
@@ -66,13 +71,7 @@ def bench(
             "released; on a CPU small."
         ),
     ] = None,
-    backend: Annotated[
-        str | None,
-        Option(
-            help="Encoder attention backend: FLASH_ATTN, FLASHINFER or TRITON_ATTN. "
-            "Default: vLLM's choice."
-        ),
-    ] = None,
+    backend: Backend = None,
     items: Annotated[
         list[str] | None,
         Option(
@@ -94,28 +93,14 @@ def bench(
     floor: Annotated[
         bool, Option(help="Time a graph captured for exactly each batch, too.")
     ] = True,
-    random_weights: Annotated[
-        bool, Option("--random-weights", help="Do not read the checkpoint's weights.")
-    ] = False,
-    dtype: Annotated[
-        str | None,
-        Option(help="Default: float32 on a CPU, otherwise what vLLM chooses."),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        Option(
-            help="Largest automatic budget. Default: 16384; a small sample: 1024.",
-            min=1,
-        ),
-    ] = None,
+    random_weights: RandomWeights = False,
+    dtype: Dtype = None,
+    max_tokens: MaxTokens = None,
     settings: Annotated[
         str,
         Option(help="additional_config.encoder_cg as JSON: '{\"max_graphs\": 16}'."),
     ] = "{}",
-    trust_remote_code: Annotated[
-        bool,
-        Option("--trust-remote-code", help="Run code that the checkpoint brings."),
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[
         Path | None,
         Option(
@@ -125,7 +110,7 @@ def bench(
     ] = None,
     seed: Annotated[int, Option(help="Of random weights.")] = 0,
     json: JsonFile = None,
-    verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Time an encoder eagerly, by vLLM's own graphs and by this package's.
 
@@ -141,12 +126,8 @@ def bench(
             "give either --model CHECKPOINT, or --architecture NAME for a sample with "
             "random weights (names: vllm-encoder-cg models)"
         )
-    if architecture is not None and architecture not in ARCHITECTURES:
-        fail(
-            f"architecture: there is no sample of {architecture!r}; there are "
-            f"{', '.join(sorted(ARCHITECTURES))}"
-        )
     try:
+        check_sample(architecture)
         check_folder(model)
         given = parse_cases(items or [])
         check_catalog(architecture, (case.batch for case in given))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from vllm_encoder_cg.cli.arguments import Verbose
 from vllm_encoder_cg.cli.demo_engine import (
     EngineRun,
     EngineSpec,
@@ -71,7 +72,7 @@ def demo(
     max_tokens: Annotated[int, Option(help="Tokens to generate per prompt.")] = 16,
     seed: Annotated[int, Option(help="Of the engine.")] = 0,
     json: JsonFile = None,
-    verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Encode photographs in a real vLLM engine, by graph and eagerly.
 

@@ -204,6 +204,6 @@ class _Recorder:
 
 
 def _relative_norms(outputs: Any, expected: Any) -> list[float | None]:
-    from vllm_encoder_cg.startup.self_check import relative_norm
+    from vllm_encoder_cg.startup.rounding import relative_norm
 
     return [relative_norm(a, b) for a, b in zip(outputs, expected, strict=True)]

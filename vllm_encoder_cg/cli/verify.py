@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Option
 
 from vllm_encoder_cg.cli.arguments import (
+    Backend,
+    Dtype,
+    MaxTokens,
+    Model,
+    RandomWeights,
+    TrustRemoteCode,
+    Verbose,
     check_catalog,
     check_folder,
     check_modalities,
+    check_sample,
 )
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
@@ -27,7 +35,6 @@ from vllm_encoder_cg.cli.output import (
     write_json,
     yes,
 )
-from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.verification_cases import FULL_SIDE, Case, parse_items
 
@@ -53,9 +60,7 @@ _NUMBERS = ("tokens", "hits", "eager", "padding", "worst difference")
 
 
 def verify(
-    model: Annotated[
-        str | None, Option(help="Checkpoint: a name or folder, as vLLM takes it.")
-    ] = None,
+    model: Model = None,
     architecture: Annotated[
         str | None,
         Option(
@@ -67,13 +72,7 @@ def verify(
         Literal["small", "released"],
         Option(help="Tower of the sample: small, or of the released checkpoint."),
     ] = "small",
-    backend: Annotated[
-        str | None,
-        Option(
-            help="Encoder attention backend: FLASH_ATTN, FLASHINFER or TRITON_ATTN. "
-            "Default: vLLM's choice."
-        ),
-    ] = None,
+    backend: Backend = None,
     items: Annotated[
         str | None,
         Option(
@@ -81,20 +80,9 @@ def verify(
             "'640x480,336x336*4,video:16x448x448'."
         ),
     ] = None,
-    random_weights: Annotated[
-        bool, Option("--random-weights", help="Do not read the checkpoint's weights.")
-    ] = False,
-    dtype: Annotated[
-        str | None,
-        Option(help="Default: float32 on a CPU, otherwise what vLLM chooses."),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        Option(
-            help="Largest automatic budget. Default: 16384; a small sample: 1024.",
-            min=1,
-        ),
-    ] = None,
+    random_weights: RandomWeights = False,
+    dtype: Dtype = None,
+    max_tokens: MaxTokens = None,
     budgets: Annotated[
         str | None, Option(help="Token budgets instead of the automatic ones: 64,256.")
     ] = None,
@@ -118,13 +106,10 @@ def verify(
             min=0,
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        Option("--trust-remote-code", help="Run code that the checkpoint brings."),
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     seed: Annotated[int, Option(help="Of inputs and random weights.")] = 0,
     json: JsonFile = None,
-    verbose: Annotated[bool, Option("--verbose", help="Show what vLLM logs.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Compare an encoder by graph with the same encoder run eagerly.
 
@@ -138,12 +123,8 @@ def verify(
             "give either --model CHECKPOINT, or --architecture NAME for a small "
             "sample (names: vllm-encoder-cg models)"
         )
-    if architecture is not None and architecture not in ARCHITECTURES:
-        fail(
-            f"architecture: there is no sample of {architecture!r}; there are "
-            f"{', '.join(sorted(ARCHITECTURES))}"
-        )
     try:
+        check_sample(architecture)
         check_folder(model)
         given = parse_items(items) if items else None
         if given:
