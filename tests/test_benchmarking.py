@@ -36,7 +36,7 @@ from vllm_encoder_cg.benchmarking.report import (
 )
 from vllm_encoder_cg.benchmarking.timing import CaseTimes, summarize, time_in_turn
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification_cases import images
 
 QWEN3 = "Qwen3VLForConditionalGeneration"

@@ -26,7 +26,7 @@ from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.models.host_tables import copy_rows
 from vllm_encoder_cg.models.soft_token_positions import PADDING, keep_inside
 from vllm_encoder_cg.models.soft_token_rows import copy_token_rows
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 
 GEMMA4 = "Gemma4ForConditionalGeneration"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.small_encoders import SmallEncoders, ordinary_images
 from tests.support.variants import make_variant
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 
 BUDGETS = "encoder_cudagraph_token_budgets"
 ITEMS = "encoder_cudagraph_max_vision_items_per_batch"

@@ -28,7 +28,7 @@ from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 from vllm_encoder_cg.startup import forward_choice
 from vllm_encoder_cg.startup.forward_choice import choose_forward
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import Verifier
 from vllm_encoder_cg.verification_cases import Case
 

@@ -40,7 +40,7 @@ def compare() -> None:
         captured_encoder,
     )
     from vllm_encoder_cg.samples.encoder_inputs import image_batch
-    from vllm_encoder_cg.startup.self_check import relative_norm
+    from vllm_encoder_cg.startup.rounding import relative_norm
 
     options = EncoderOptions(
         architecture=ARCHITECTURE,

@@ -19,7 +19,7 @@ from tests.support.small_encoders import (
     spoil_item,
 )
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 
 TOLERANCE = 1e-4

@@ -20,7 +20,7 @@ from tests.support.small_encoders import Inputs, SmallEncoders
 from tests.support.variants import make_variant
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 
 TOLERANCE = 1e-4

@@ -18,7 +18,7 @@ from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.native_adapter import NativeProtocolAdapter
 from vllm_encoder_cg.protocol import SupportsEncoderCudaGraph
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 
 

@@ -25,7 +25,7 @@ from vllm_encoder_cg.models.refusals import varlen_refusal
 from vllm_encoder_cg.models.registry import find_adapter
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import Verifier, eager_embeddings, oversize_case
 from vllm_encoder_cg.verification_cases import Case, default_cases, images, videos
 

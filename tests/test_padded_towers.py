@@ -19,7 +19,7 @@ from vllm_encoder_cg.models.soft_token_rows import write_token_rows
 from vllm_encoder_cg.planning.planner import Plan
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import Verifier, eager_embeddings
 from vllm_encoder_cg.verification_cases import Case, default_cases
 

@@ -16,7 +16,7 @@ from tests.support.small_encoders import SmallEncoders, ordinary_images
 from tests.support.variants import make_variant
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 
 GEMMA3 = "Gemma3ForConditionalGeneration"

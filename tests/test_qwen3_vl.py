@@ -13,7 +13,7 @@ from tests.support.encoders import LARGEST_SIDE, Encoders, cases
 from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import Verifier, eager_embeddings, oversize_case
 from vllm_encoder_cg.verification_cases import Case, videos
 

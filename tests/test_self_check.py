@@ -18,10 +18,10 @@ from vllm_encoder_cg.adapter import EncoderAdapter
 from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.startup.self_check import (
     compare_items,
     keys_to_check,
-    relative_norm,
 )
 
 FAULTS = [AttendsAcrossImages, KeepsStaleGrids, SwapsItems]

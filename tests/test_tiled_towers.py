@@ -22,7 +22,7 @@ from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.planning.budgets import fine_levels, resolve_budgets
 from vllm_encoder_cg.planning.planner import Plan
 from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import Verifier, eager_embeddings
 from vllm_encoder_cg.verification_cases import Case
 

@@ -22,7 +22,7 @@ from vllm_encoder_cg.models.tiled_tower import Grid
 from vllm_encoder_cg.models.two_path_tower import GLOBAL, LOCAL
 from vllm_encoder_cg.planning.planner import Plan
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 
 STEP3 = "Step3VLForConditionalGeneration"

@@ -16,7 +16,7 @@ from vllm_encoder_cg.definitions import EagerReason
 from vllm_encoder_cg.integration import patches, runners
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 from vllm_encoder_cg.weights import WeightWatch
 

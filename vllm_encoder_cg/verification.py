@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-from vllm_encoder_cg.startup.rounding import allowed_error, nudge
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import allowed_error, nudge, relative_norm
 from vllm_encoder_cg.verification_cases import (
     FULL_SIDE,
     Case,

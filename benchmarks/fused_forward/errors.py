@@ -16,7 +16,7 @@ from benchmarks.fused_forward.graphs import exact_inputs, execute
 from vllm_encoder_cg import kernels
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.models.fused.attention import Attend
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 
 
 def errors_against_float64(

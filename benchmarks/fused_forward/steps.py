@@ -17,7 +17,7 @@ from vllm_encoder_cg.models.fused.alongside import Alongside
 from vllm_encoder_cg.models.fused.attention import Attend
 from vllm_encoder_cg.models.fused.modules import add_residual
 from vllm_encoder_cg.models.fused.windows import WindowAttention
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 
 
 def time_steps(

@@ -25,7 +25,7 @@ from benchmarks.gpu_faults.support import (
     some_sizes,
     variant,
 )
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
 
 # -- Weights -------------------------------------------------------------------
 

@@ -18,8 +18,7 @@ from vllm_encoder_cg.adapter import EncoderAdapter
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
-from vllm_encoder_cg.startup.rounding import allowed_error, nudge
-from vllm_encoder_cg.startup.self_check import relative_norm
+from vllm_encoder_cg.startup.rounding import allowed_error, nudge, relative_norm
 from vllm_encoder_cg.verification import TOLERANCE, eager_embeddings
 
 QWEN3 = "Qwen3VLForConditionalGeneration"

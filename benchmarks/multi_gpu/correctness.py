@@ -171,7 +171,7 @@ def _compare(
 ) -> None:
     import torch
 
-    from vllm_encoder_cg.startup.self_check import relative_norm
+    from vllm_encoder_cg.startup.rounding import relative_norm
 
     outputs = encode(manager, make_inputs(manager.adapter, batch, seed))
     references = torch.load(_file(checkpoint, seed))

@@ -20,7 +20,8 @@ import torch
 from tests.support.fused import fused
 from tests.support.small_towers import small_deepseek_ocr
 from vllm_encoder_cg.planning.planner import Plan
-from vllm_encoder_cg.startup.self_check import Mismatch, relative_norm
+from vllm_encoder_cg.startup.rounding import relative_norm
+from vllm_encoder_cg.startup.self_check import Mismatch
 from vllm_encoder_cg.verification_cases import MediaBatch, images, videos
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ change in their last bit.  No graph can be closer to eager than eager is to itse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,20 @@ _EVERY = 16
 
 _FACTOR = 1.25
 _MOST = 2.0
+
+
+def relative_norm(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|result - reference| / |reference|``, in float32.
+
+    inf where shapes differ or a value of `result` is not finite.  Reads the
+    device.
+    """
+    if result.shape != reference.shape:
+        return float("inf")
+    reference = reference.float()
+    error = (result.float() - reference).norm() / reference.norm().clamp(min=1e-30)
+    value = float(error)
+    return value if value == value else float("inf")
 
 
 def nudge(mm_kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -64,10 +79,7 @@ def allowed_error(
         1.25 times what eager differs from itself; at least `tolerance`, and no more
         than twice as much.
     """
-    spread = max(
-        float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
-        for a, b in zip(moved, references, strict=True)
-    )
-    if spread != spread:
+    spread = max(map(relative_norm, moved, references))
+    if not math.isfinite(spread):
         return tolerance
     return min(max(tolerance, _FACTOR * spread), _MOST * tolerance)

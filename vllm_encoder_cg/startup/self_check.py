@@ -21,7 +21,7 @@ from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.planning.plans import SubBatch
 from vllm_encoder_cg.ranks import EncoderRanks
-from vllm_encoder_cg.startup.rounding import allowed_error, nudge
+from vllm_encoder_cg.startup.rounding import allowed_error, nudge, relative_norm
 
 logger = init_logger(__name__)
 
@@ -46,20 +46,6 @@ class Mismatch:
 
 class NoSampleInputError(Exception):
     """The adapter cannot make sample input."""
-
-
-def relative_norm(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|result - reference| / |reference|``, in float32.
-
-    inf where shapes differ or a value of `result` is not finite.  Reads the
-    device.
-    """
-    if result.shape != reference.shape:
-        return float("inf")
-    reference = reference.float()
-    error = (result.float() - reference).norm() / reference.norm().clamp(min=1e-30)
-    value = float(error)
-    return value if value == value else float("inf")
 
 
 def check_graphs(
@@ -98,17 +84,22 @@ def check_graphs(
         if mismatch is not None:
             mismatches[key] = mismatch
         ranks.after_forward(error)
-    if ranks.share_forwards:
-        for others in ranks.everyone(mismatches):
-            mismatches = others | mismatches
+    mismatches = _on_any_rank(mismatches, ranks)
     if mismatches:
         allowed = _explained_error(adapter, graphs, list(mismatches), ranks)
         mismatches = {k: m for k, m in mismatches.items() if m.error > allowed[k.path]}
-        if ranks.share_forwards:
-            # Dropped on one, dropped on all.
-            for others in ranks.everyone(mismatches):
-                mismatches = others | mismatches
+        mismatches = _on_any_rank(mismatches, ranks)
     return list(mismatches.values())
+
+
+def _on_any_rank(
+    mismatches: dict[GraphKey, Mismatch], ranks: EncoderRanks
+) -> dict[GraphKey, Mismatch]:
+    """Where all ranks take part in forwards: dropped on one, dropped on all."""
+    if ranks.share_forwards:
+        for others in ranks.everyone(mismatches):
+            mismatches = others | mismatches
+    return mismatches
 
 
 def _explained_error(
