@@ -61,6 +61,8 @@ def served(sample_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         additional_config={"encoder_cg": settings},
         cudagraph_metrics=True,
         served_model_name="sample",
+        # vLLM's default of 0 kills a worker before it can log its last line.
+        shutdown_timeout=30,
     ) as url:
         at_once = {name: ask(url, prompt) for name, prompt in PROMPTS.items()}
         streamed = {
