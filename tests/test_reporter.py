@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.toy_adapter import make_items, make_toy_config
+from tests.support.toy_adapter import ToyModel, make_items, make_toy_config
 from tests.support.toy_manager import make_toy_manager
 from vllm_encoder_cg.integration.environment import METRICS_DIR
 from vllm_encoder_cg.observability import reporter as reporter_module
@@ -86,6 +86,21 @@ def test_a_line_each_n_items_whatever_the_batches(
         reporter.close()
         reporter.close()
     assert len(lines) == expected + bool(stats.items)
+
+
+@pytest.mark.parametrize("way", ["refused", "fails", "eagerly", "stale"])
+def test_lines_come_without_any_replay_too(
+    way: str, monkeypatch: pytest.MonkeyPatch, package_log: pytest.LogCaptureFixture
+) -> None:
+    manager = make_toy_manager(monkeypatch, log_every_items=2)
+    parsed = {"refused": lambda _: None, "fails": lambda _: 1 / 0}
+    if way in parsed:
+        monkeypatch.setattr(manager.adapter, "parse", parsed[way])
+    elif way == "stale":
+        manager.check_weights(ToyModel())
+    for _ in range(4):
+        assert manager.execute(make_items((1, 5))) is None  # a width without graphs
+    assert package_log.text.count(LINE) == 2
 
 
 def test_zero_means_only_at_shutdown(package_log: pytest.LogCaptureFixture) -> None:

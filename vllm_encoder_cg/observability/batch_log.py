@@ -68,8 +68,13 @@ class BatchLog:
         self, items: int = 1, reason: EagerReason = EagerReason.UNSUPPORTED_INPUT
     ) -> None:
         """A batch that vLLM's own path encodes on every rank."""
-        if self._counts_unshared:
+        if not self._counts_unshared:
+            return
+        try:
             self._stats.count_refused(items, reason)
+            self._reporter.counted()
+        except Exception:
+            logger.warning("Cannot count or show a batch", exc_info=True)
 
     def failed(self, batch: EncoderBatch | None) -> None:
         """A batch that raised and goes to the model's own path; None: it could not

@@ -114,6 +114,10 @@ class Reporter:
         """Takes note of a plan as it was run, which `stats` has counted."""
         if self._table is not None:
             self._table.add(plan, self._shapes)
+        self.counted()
+
+    def counted(self) -> None:
+        """Takes note that `stats` has counted a batch, however it was encoded."""
         # Crossed, not met: a batch may have any number of items.
         if self._every and self._stats.items - self._logged_items >= self._every:
             self._log()
