@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu")
+MAX_WINDOW_ROWS = 64
+"""Of a sequence that ``kernels.window_attention`` takes; here, to be read without
+Triton."""
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

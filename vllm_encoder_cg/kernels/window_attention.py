@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_ROWS = 64
-"""Of a sequence."""
+from vllm_encoder_cg.kernels.reference import MAX_WINDOW_ROWS
 
 
 @triton.jit
@@ -87,7 +86,7 @@ def window_attention(
         sin: likewise, with the same strides.
         heads: of this rank.
         starts: ``[sequences + 1] int32`` on the device, monotonic, at most
-            ``MAX_ROWS`` apart.
+            ``MAX_WINDOW_ROWS`` apart.
         scale: of the scores.
 
     Returns:
@@ -110,7 +109,7 @@ def window_attention(
         COS_ROW_STRIDE=cos.stride(0),
         HEADS=heads,
         SIZE=size,
-        BLOCK_ROWS=MAX_ROWS,
+        BLOCK_ROWS=MAX_WINDOW_ROWS,
         BLOCK_HALF=max(16, triton.next_power_of_2(size // 2)),
         num_warps=4,
     )

@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from vllm_encoder_cg.kernels.reference import MAX_WINDOW_ROWS
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.attention import Rotary, SequenceAttention
-
-_MAX_ROWS = 64
-"""What ``kernels.window_attention`` holds; read from there it would need Triton."""
 
 
 class WindowAttention(SequenceAttention):
@@ -34,7 +32,7 @@ class WindowAttention(SequenceAttention):
     ) -> None:
         super().__init__(layer, arguments, keep_finite=keep_finite)
         self._in_one_tile = (
-            self.direct_windows and self.own_kernels and rows <= _MAX_ROWS
+            self.direct_windows and self.own_kernels and rows <= MAX_WINDOW_ROWS
         )
 
     def on_projection(
