@@ -8,10 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_encoder_cg.models.fused.attention import (
-    FusedAttention,
-    Rotary,
-)
+from vllm_encoder_cg.models.fused.attention import FusedAttention, Rotary
 from vllm_encoder_cg.models.fused.blocks import (
     FusedBlock,
     FusedMlp,

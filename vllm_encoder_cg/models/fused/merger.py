@@ -13,10 +13,11 @@ from vllm_encoder_cg.models.fused.modules import Activation, Norm
 
 
 class FusedMerger:
-    """Norm, merge, MLP.
+    """Norm and merge, in either order, then an MLP.
 
     Args:
-        norm: over a patch, or over a merged token.
+        norm: over a patch (``project`` follows it), or over a merged token
+            (``merge_then_norm``).
         width: of a merged token.
     """
 

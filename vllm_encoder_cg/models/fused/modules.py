@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's linears, norms and activations as a fused block calls them.
 
-A module that is not exactly of the class expected, or has forward hooks, is called
-as it is.
+A linear, norm or activation that is not exactly of a class known here, or has forward
+hooks, is called as it is; of any other module a fused tower has to know the class
+(``expect``).
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Norm:
             is_exactly(module, "RMSNorm") and module.variance_size_override is None
         )
         self._eps = (
-            module.eps if self._centred else (getattr(module, "variance_epsilon", 0.0))
+            module.eps if self._centred else getattr(module, "variance_epsilon", 0.0)
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

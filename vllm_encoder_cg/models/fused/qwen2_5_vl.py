@@ -8,10 +8,7 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
-from vllm_encoder_cg.models.fused.attention import (
-    Rotary,
-    SequenceAttention,
-)
+from vllm_encoder_cg.models.fused.attention import Rotary, SequenceAttention
 from vllm_encoder_cg.models.fused.blocks import (
     FusedBlock,
     FusedMlp,
@@ -19,11 +16,7 @@ from vllm_encoder_cg.models.fused.blocks import (
     run_blocks,
 )
 from vllm_encoder_cg.models.fused.merger import FusedMerger
-from vllm_encoder_cg.models.fused.modules import (
-    Activation,
-    FusionRefusedError,
-    expect,
-)
+from vllm_encoder_cg.models.fused.modules import Activation, FusionRefusedError, expect
 from vllm_encoder_cg.models.fused.windows import WindowAttention
 
 

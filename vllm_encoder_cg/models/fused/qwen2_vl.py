@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_encoder_cg.models.fused.attention import (
-    Rotary,
-)
+from vllm_encoder_cg.models.fused.attention import Rotary
 from vllm_encoder_cg.models.fused.blocks import (
     FusedBlock,
     FusedMlp,
@@ -17,11 +15,7 @@ from vllm_encoder_cg.models.fused.blocks import (
     sequence_attention,
 )
 from vllm_encoder_cg.models.fused.merger import FusedMerger
-from vllm_encoder_cg.models.fused.modules import (
-    Activation,
-    expect,
-    expect_unsharded,
-)
+from vllm_encoder_cg.models.fused.modules import Activation, expect, expect_unsharded
 
 
 class FusedQwen2Vision:

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.models.fused.alongside import Alongside
-from vllm_encoder_cg.models.fused.attention import (
-    Rotary,
-)
+from vllm_encoder_cg.models.fused.attention import Rotary
 from vllm_encoder_cg.models.fused.blocks import (
     FusedBlock,
     FusedMlp,
