@@ -62,8 +62,10 @@ class EncoderCgSettings(BaseModel):
     )
     self_check: bool = _option(
         True,
-        "Compare every captured graph with the model's eager forward on sample "
-        "input before it may serve.",
+        "Compare a sample of the captured graphs, both ends of each ladder and every "
+        "sixteenth budget between them, with the model's eager forward before any may "
+        "serve. Where only vLLM's protocol describes the model, each graph is compared "
+        "at its first use.",
         "true or false",
     )
     on_mismatch: Literal["drop", "raise"] = _option(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph serves only after its replay equalled eager on sample input.
+"""Replays are compared with eager before graphs serve; one that differs never does.
 
 Shapes, tables and masks whose layout depends on a count go wrong silently: the
-output has the right shape and wrong values.  So each graph that is checked
-encodes several items of unlike sizes and is compared with the model's own
-forward, item by item.
+output has the right shape and wrong values.  So a sample of the graphs
+(``keys_to_check``) encodes several items of unlike sizes each and is compared with
+the model's own forward, item by item.  Graphs that there is no sample input for are
+compared at their first use.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample checkpoint of GLM-4V (GLM-4.1V, GLM-4.6V-Flash)."""
+"""Sample checkpoint of GLM-4.1V."""
 
 from __future__ import annotations
 
