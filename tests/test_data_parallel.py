@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders on two ranks, over gloo: equal to one rank's, and never stuck."""
+"""Encoders on two and four ranks, over gloo: equal to one rank's, never stuck."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.support.rank_cases import (
     QWEN3,
     STEP3,
     TOY_ITEMS,
+    UNEVEN,
     Outcome,
     encode_on_rank,
     end_on_rank,
@@ -56,6 +57,19 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 def faults() -> Outcomes:
     """Everything that a rank does unlike the others and survives."""
     return run_on_ranks(faults_on_rank, RANKS, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def faults_of_four() -> Outcomes:
+    """The part of it that might go well with two ranks only."""
+    names = ("uneven", "cannot start", "capture fails", "batch fails")
+    return run_on_ranks(faults_on_rank, 4, names, timeout_s=300)
+
+
+@pytest.fixture(params=["faults", "faults_of_four"])
+def some_faults(request: pytest.FixtureRequest) -> Outcomes:
+    """Of two ranks, then of four."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +144,59 @@ def test_toy_equals_a_single_rank(mode: str, faults: Outcomes) -> None:
 
 
 @each_mode
-def test_a_graph_that_fails_on_one_rank(mode: str, faults: Outcomes) -> None:
-    by_rank = [of[f"{mode}: capture fails"] for of in faults]
+@pytest.mark.parametrize("batch", UNEVEN)
+def test_uneven_batches(mode: str, batch: str, some_faults: Outcomes) -> None:
+    """With fewer items than ranks too, and where ranks have nothing by graph."""
+    by_rank = [of[f"{mode}: uneven"][batch] for of in some_faults]
+    # Sharded, a batch without a graph is the model's own.
+    given = mode == "data" or batch not in ("eagerly only", "one eagerly")
+    assert_right(by_rank, encoded=given)
+    if not given:
+        return
+    items = sorted(outcome.replayed + outcome.eager for outcome in by_rank)
+    count = len(UNEVEN[batch])
+    if mode == "weights":
+        assert items == [count] * len(some_faults)
+        return
+    assert sum(items) == count
+    if count <= len(some_faults):
+        assert items == [0] * (len(some_faults) - count) + [1] * count
+    if batch == "one huge, many small":
+        assert items[0] == 1
+
+
+@each_mode
+def test_one_rank_alone_does_not_stay_without_graphs(
+    mode: str, some_faults: Outcomes
+) -> None:
+    """All ranks know why, and none waits for it in a capture."""
+    by_rank = [of[f"{mode}: cannot start"] for of in some_faults]
+    assert_right([result["outcome"] for result in by_rank], encoded=False)
+    (reason,) = {result["reason"] for result in by_rank}
+    last = len(some_faults) - 1
+    assert reason.startswith(
+        f"rank {last} of {len(some_faults)} cannot use them, so no "
+    )
+    assert reason.endswith("RuntimeError: out of luck")
+
+
+@each_mode
+def test_a_wrong_setting_is_raised_where_it_is_wrong(
+    mode: str, faults: Outcomes
+) -> None:
+    first, *others = (of[f"{mode}: wrong setting"] for of in faults)
+    assert first.startswith("raised: ") and "trace_file: got" in first
+    reason = first.removeprefix("raised: ")
+    assert all(other.startswith("rank 0 of ") for other in others)
+    assert all(other.endswith(reason) for other in others)
+
+
+@each_mode
+def test_a_graph_that_fails_on_one_rank(mode: str, some_faults: Outcomes) -> None:
+    by_rank = [of[f"{mode}: capture fails"] for of in some_faults]
     dropped = 2 * 2  # two paths, two widths
-    expected = [0, dropped] if mode == "data" else [dropped, dropped]
+    of_others = 0 if mode == "data" else dropped
+    expected = [*[of_others] * (len(some_faults) - 1), dropped]
     assert [result["dropped"] for result in by_rank] == expected
     assert_right([result["outcome"] for result in by_rank])
 
@@ -167,9 +230,9 @@ def test_a_difference_on_one_rank_stops_the_start_on_all(
 
 @each_mode
 def test_a_batch_that_raises_goes_to_the_model_on_all_ranks(
-    mode: str, faults: Outcomes
+    mode: str, some_faults: Outcomes
 ) -> None:
-    by_rank = [of[f"{mode}: batch fails"] for of in faults]
+    by_rank = [of[f"{mode}: batch fails"] for of in some_faults]
     for number, outcomes in enumerate(zip(*by_rank, strict=True)):
         assert_right(outcomes, encoded=number % 2 == 1)
 

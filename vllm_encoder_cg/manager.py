@@ -55,6 +55,7 @@ class EncoderCudaGraphManager:
     Raises:
         ValueError: a setting is invalid; the message names field, value and
             remedy.
+        OutOfStepError: another tensor-parallel rank makes no manager.
     """
 
     def __init__(
@@ -86,17 +87,24 @@ class EncoderCudaGraphManager:
         """What items are shared by; None: by input size."""
         self.token_budgets: list[int] = []
         self._shapes: list[GraphShape] = []
+        self._ranks = EncoderRanks.from_config(vllm_config)
+        wrong_setting: ValueError | None = None
         if self.active:
             try:
                 self._set_up()
-            except ValueError:  # a setting, which the user can correct
-                raise
+            except ValueError as error:  # a setting, which the user can correct
+                wrong_setting = error
+                self.inactive_reason = str(error)
             except Exception as error:
                 # The model is not what the adapter knows; the server starts all
                 # the same.
                 self.inactive_reason = (
                     f"its adapter cannot describe it: {type(error).__name__}: {error}"
                 )
+        # In capture, ranks wait for each other: all come there, or none does.
+        self.inactive_reason = self._ranks.why_not_all(self.inactive_reason)
+        if wrong_setting is not None:
+            raise wrong_setting
         if not self.active:
             self.token_budgets, self._shapes = [], []
             logger.info(
@@ -113,7 +121,6 @@ class EncoderCudaGraphManager:
         self._shapes = choose_shapes(
             self.adapter, self.config, self.budgets, self.settings.max_graphs
         )
-        self._ranks = EncoderRanks.from_config(self.vllm_config)
         self._check = self._make_check()
         self._gather = EmbeddingGather(
             self._ranks, self.config.out_hidden_size, self.dtype, self.device

@@ -168,6 +168,24 @@ class EncoderRanks:
         forwards, else this rank's own."""
         return self.from_first(value) if self.share_forwards else value
 
+    def why_not_all(self, reason: str | None) -> str | None:
+        """Why the ranks cannot do something together, the same on all of them; None:
+        they can.
+
+        Args:
+            reason: why this rank cannot, if so.
+
+        Raises:
+            OutOfStepError: another rank did not come in time, or has ended.
+        """
+        if self.count(reason is None, START_TIMEOUT_S) == self.size:
+            return None
+        reasons = self.everyone(reason)
+        if None not in reasons:
+            return reasons[0]
+        rank, why = next((r, why) for r, why in enumerate(reasons) if why is not None)
+        return f"rank {rank} of {self.size} cannot use them, so no rank does: {why}"
+
     # -- Forwards that communicate ----------------------------------------------
 
     def ready_for_forward(self, ready: bool) -> bool:

@@ -208,6 +208,17 @@ def built(checkpoint: Path, size: int, mode: str) -> Iterator[EncoderCudaGraphMa
 TOY_ITEMS = [(0, 8), (3, 8), (1, 4), (9, 4), (2, 6), (0, 8), (5, 8)]
 """(parts, width); 6 has no graphs, and 9 parts are above every budget."""
 
+UNEVEN = {
+    "one item": [(3, 8)],
+    "two items": [(3, 8), (1, 4)],
+    "three items": [(0, 4), (7, 4), (1, 8)],
+    "one huge, many small": [(1, 8), (7, 8), *[(0, 8)] * 6],
+    "eagerly only": [(2, 6), (9, 6)],
+    "one eagerly": [(2, 6)],
+    "above every budget alone": [(20, 8)],
+}
+"""Batches that some of four ranks have nothing of, or nothing by graph."""
+
 
 def toy_rank(size: int, mode: str, **changes: Any) -> Rank:
     """A manager of the toy on this rank, not captured yet.  In mode "weights" its
@@ -244,11 +255,13 @@ def toy_rank(size: int, mode: str, **changes: Any) -> Rank:
     return Rank(manager, encode_eagerly)
 
 
-def run_toy(on_rank: Rank, seed: int = 0) -> Outcome:
-    """The batch ``TOY_ITEMS``."""
+def run_toy(
+    on_rank: Rank, seed: int = 0, items: list[tuple[int, int]] = TOY_ITEMS
+) -> Outcome:
+    """One batch."""
     from tests.support.toy_adapter import encode_eagerly, make_items
 
-    mm_kwargs = make_items(*TOY_ITEMS, seed=seed)
+    mm_kwargs = make_items(*items, seed=seed)
     return on_rank.run(mm_kwargs, encode_eagerly(mm_kwargs))
 
 
@@ -262,13 +275,19 @@ def raising(owner: Any, name: str, when: bool = True) -> Iterator[None]:
         yield
 
 
-def faults_on_rank(rank: int, size: int) -> dict[str, Any]:
-    """Everything that a rank does unlike the others and survives."""
+def faults_on_rank(
+    rank: int, size: int, names: tuple[str, ...] | None = None
+) -> dict[str, Any]:
+    """What a rank does unlike the others and survives.
+
+    Args:
+        names: keys of ``FAULTS``; None: all.
+    """
     gc.freeze()  # vLLM's modules, which every dropped graph has collected again
     return {
-        f"{mode}: {name}": case(rank, size, mode)
+        f"{mode}: {name}": FAULTS[name](rank, size, mode)
         for mode in ("data", "weights")
-        for name, case in FAULTS.items()
+        for name in names or FAULTS
     }
 
 
@@ -280,6 +299,30 @@ def _nothing(rank: int, size: int, mode: str) -> list[Outcome]:
     on_rank = toy_rank(size, mode)
     on_rank.manager.capture()
     return [run_toy(on_rank, seed) for seed in range(3)]
+
+
+def _uneven(rank: int, size: int, mode: str) -> dict[str, Outcome]:
+    on_rank = toy_rank(size, mode)
+    on_rank.manager.capture()
+    return {name: run_toy(on_rank, items=items) for name, items in UNEVEN.items()}
+
+
+def _cannot_start(rank: int, size: int, mode: str) -> dict[str, Any]:
+    from tests.support.toy_adapter import ToyAdapter
+
+    with raising(ToyAdapter, "config", _last(rank, size)):
+        on_rank = toy_rank(size, mode)
+    on_rank.manager.capture()
+    return {"reason": on_rank.manager.inactive_reason, "outcome": run_toy(on_rank)}
+
+
+def _wrong_setting(rank: int, size: int, mode: str) -> str:
+    """The first rank, which alone writes the trace, cannot."""
+    try:
+        on_rank = toy_rank(size, mode, trace_file="/no/such/folder/t.jsonl")
+    except ValueError as error:
+        return f"raised: {error}"
+    return str(on_rank.manager.inactive_reason)
 
 
 def _capture_fails(rank: int, size: int, mode: str) -> dict[str, Any]:
@@ -426,6 +469,9 @@ def _stale_weights(rank: int, size: int, mode: str) -> list[Outcome]:
 
 FAULTS: dict[str, Callable[[int, int, str], Any]] = {
     "nothing": _nothing,
+    "uneven": _uneven,
+    "cannot start": _cannot_start,
+    "wrong setting": _wrong_setting,
     "capture fails": _capture_fails,
     "every capture fails": _every_capture_fails,
     "check fails": _check_fails,
