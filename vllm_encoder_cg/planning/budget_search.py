@@ -10,7 +10,7 @@ candidate budgets, found exactly by dynamic programming.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,9 +19,9 @@ Cost = Callable[[int], float]
 """Of a number of tokens, at least 1; finite, and not lower for more tokens.  Where a
 larger graph is faster, the cost of the fastest that holds the tokens is."""
 
-# Each further candidate makes the search slower, and a grid of so many points is
-# finer than any padding that shows.
 _MAX_CANDIDATES = 2048
+"""Each further one makes the search slower, and a grid of so many points is finer than
+any padding that shows."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _CostTable:
         # Per candidate, the demands that it holds, and of those that are cheaper
         # eagerly: the smallest ones, as their cost rises.
         self._held = [0, *(bisect_right(tokens, c) for c in candidates)]
-        self._cheaper = [_count_below(eager, cost) for cost in self._replay]
+        self._cheaper = [bisect_left(eager, cost) for cost in self._replay]
 
     def between(self, low: int, high: int) -> float:
         begin, end = self._held[low], self._held[high]
@@ -183,17 +183,6 @@ class _CostTable:
 
     def eager_above(self, candidate: int) -> float:
         return self._eager[-1] - self._eager[self._held[candidate]]
-
-
-def _count_below(rising: Sequence[float], value: float) -> int:
-    low, high = 0, len(rising)
-    while low < high:
-        middle = (low + high) // 2
-        if rising[middle] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def _add_graph(

@@ -23,14 +23,13 @@ from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 
 logger = init_logger(__name__)
 
-# Above this many tokens an encoder keeps a GPU busy whether it is launched as a
-# graph or not, and a batch can be split at little cost: gaps there may be wider.
 _DENSE_TOKENS = 4096
+"""Above, an encoder keeps a GPU busy whether it is launched as a graph or not, and a
+batch can be split at little cost: gaps there may be wider."""
 _SPARSE_WEIGHT = 1 / 4
-
-# Closer budgets would save less time than differs from one measurement to the next.
+"""What growth counts there."""
 _MIN_GROWTH = 1.06
-
+"""Closer budgets would save less time than differs from one measurement to the next."""
 _FIXED_TOKENS = TokenCosts().per_replay
 
 _BUDGETS_FIELD = "encoder_cudagraph_token_budgets"
@@ -112,7 +111,7 @@ def fine_levels(
         )
     anchors = sorted(
         {
-            min(_round_up(level, granularity), max_budget)
+            min(round_up(level, granularity), max_budget)
             for level in power_of_two_levels(min_budget, max_budget)
         }
     )
@@ -211,25 +210,8 @@ def resolve_budgets(
     """
     if not paths:
         raise ValueError("paths: got none; a model has at least one encoder path")
-    max_items = fields.max_items
-    given = fields.token_budgets
-    if given and max_items:
-        if max_items > given[0]:
-            raise ValueError(
-                f"{_ITEMS_FIELD}: got {max_items}, more than the smallest of "
-                f"{_BUDGETS_FIELD} {list(given)}, which leaves less than one token "
-                f"per item; use at most {given[0]}, or larger budgets"
-            )
-        low = high = given[0]
-    else:
-        low, high = budget_range
-        _check_range(low, high)
-        if max_items > high:
-            raise ValueError(
-                f"{_ITEMS_FIELD}: got {max_items}, more than the model's largest "
-                f"token budget {high}, which leaves less than one token per item; "
-                f"use at most {high}"
-            )
+    low, high = _usable_range(fields, budget_range)
+    given, max_items = fields.token_budgets, fields.max_items
     max_graphs = max(1, settings.max_graphs // axis_combinations)
 
     def ladder(config: EncoderCudaGraphPathConfig) -> tuple[int, ...]:
@@ -272,7 +254,37 @@ def resolve_budgets(
     return BudgetPlan(budgets, path_budgets, BatchLimits(max_items, max_frames))
 
 
-def _round_up(value: int, multiple: int) -> int:
+def _usable_range(
+    fields: CompilationFields, budget_range: tuple[int, int]
+) -> tuple[int, int]:
+    """What automatic budgets and an inferred item limit follow from: the model's
+    range, which is not looked at where the user gave both.
+
+    Raises:
+        ValueError: it is invalid, or the item limit is above what a budget holds.
+    """
+    given, max_items = fields.token_budgets, fields.max_items
+    if given and max_items:
+        if max_items > given[0]:
+            raise ValueError(
+                f"{_ITEMS_FIELD}: got {max_items}, more than the smallest of "
+                f"{_BUDGETS_FIELD} {list(given)}, which leaves less than one token "
+                f"per item; use at most {given[0]}, or larger budgets"
+            )
+        return given[0], given[0]
+    low, high = budget_range
+    _check_range(low, high)
+    if max_items > high:
+        raise ValueError(
+            f"{_ITEMS_FIELD}: got {max_items}, more than the model's largest "
+            f"token budget {high}, which leaves less than one token per item; "
+            f"use at most {high}"
+        )
+    return low, high
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 

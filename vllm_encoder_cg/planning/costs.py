@@ -76,8 +76,8 @@ class TokenCosts:
         return max(self.eager_floor, tokens) + self.per_eager
 
 
-# In proportion to tokens, so that it adds the same to every plan of some items.
 _UNKNOWN_MS_PER_TOKEN = 1e9
+"""In proportion to tokens, so that it adds the same to every plan of some items."""
 
 
 class MeasuredCosts:

@@ -16,8 +16,8 @@ from vllm_encoder_cg.planning.fitting import GraphTable
 Range = tuple[int, int]
 """Begin and end of a sub-batch within a run."""
 
-# Trying every cut takes quadratic time: about a millisecond for 64 images.
 _MAX_ITEMS_FOR_EVERY_CUT = 64
+"""Trying every cut takes quadratic time: about a millisecond for so many images."""
 
 _TOKENS_PER_REPLAY = TokenCosts().per_replay
 

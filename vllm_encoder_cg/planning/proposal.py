@@ -20,7 +20,7 @@ from vllm_encoder_cg.planning.budget_search import (
     Limits,
     choose_budgets,
 )
-from vllm_encoder_cg.planning.budgets import resolve_budgets
+from vllm_encoder_cg.planning.budgets import resolve_budgets, round_up
 from vllm_encoder_cg.planning.costs import CostModel, TokenCosts, plan_cost
 from vllm_encoder_cg.planning.planner import Planner
 from vllm_encoder_cg.planning.traffic import Traffic
@@ -83,7 +83,7 @@ def simulate(traffic: Traffic, ladder: Ladder, costs: CostModel) -> Outcome:
     """Plans every batch for the graphs of `ladder`, as a manager would."""
     capacities = {
         GraphKey(path, budget): GraphCapacity(
-            _round_up(budget, traffic.paths[path]), ladder.max_items
+            round_up(budget, traffic.paths[path]), ladder.max_items
         )
         for path, budgets in ladder.budgets.items()
         for budget in budgets
@@ -326,7 +326,3 @@ def _variants(
     if len(cheapest) > len(budgets) or cheapest == set(budgets):
         return [budgets]
     return [budgets, tuple(sorted(cheapest))]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -8,7 +8,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_encoder_cg.definitions import DEFAULT_PATH, EncoderItemSpec
 from vllm_encoder_cg.observability.trace import Trace
@@ -71,15 +71,14 @@ class Traffic:
                 share = tuple(batch[i] for i in items)
                 if share:
                     batches[share] = batches.get(share, 0.0) + count
-        return Traffic(**(self.__dict__ | {"batches": batches}))
+        return replace(self, batches=batches)
 
     def thinned(self, most: int) -> Traffic:
         """With at most `most` distinct batches, evenly chosen."""
         if len(self.batches) <= most:
             return self
         step = math.ceil(len(self.batches) / most)
-        kept = dict(sorted(self.batches.items())[::step])
-        return Traffic(**(self.__dict__ | {"batches": kept}))
+        return replace(self, batches=dict(sorted(self.batches.items())[::step]))
 
 
 def traffic_of_trace(trace: Trace) -> Traffic:
