@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_encoder_cg.kernels.grid_search import (
+    GRID_ARGUMENTS,
     find_sequence,
     place_in_grid,
     search_steps,
@@ -45,7 +46,7 @@ def _far(x):
     return ((-0.75 * x + 3.75) * x - 6.0) * x + 3.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=GRID_ARGUMENTS)
 def _bicubic_kernel(
     table,
     row_starts,

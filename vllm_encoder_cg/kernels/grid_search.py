@@ -9,6 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+GRID_ARGUMENTS = ("row_starts", "heights", "widths", "sequences", "steps")
+"""Of every kernel that searches.  Graphs differ in them, and Triton would compile a
+kernel anew for a count of 1, for multiples of 16 and for addresses of 16 bytes."""
+
 
 @triton.jit
 def find_sequence(row_starts, sequences, row, steps):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_encoder_cg.kernels.grid_search import (
+    GRID_ARGUMENTS,
     find_sequence,
     place_in_grid,
     search_steps,
@@ -19,7 +20,7 @@ from vllm_encoder_cg.kernels.grid_search import (
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["sequences", "steps", "rows"])
+@triton.jit(do_not_specialize=[*GRID_ARGUMENTS, "rows"])
 def _locate_kernel(
     row_starts,
     heights,

@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from vllm_encoder_cg.kernels.grid_search import (
+    GRID_ARGUMENTS,
     find_sequence,
     place_in_grid,
     search_steps,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*GRID_ARGUMENTS, "rows"])
 def _rotary_kernel(
     cache,
     row_starts,

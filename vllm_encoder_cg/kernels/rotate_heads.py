@@ -18,7 +18,7 @@ _LONGEST_RUN = 8
 """Elements of a load of 16 bytes."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_total"])
 def _rotate_kernel(
     qkv,
     cos,

@@ -25,7 +25,7 @@ _FEW_ROWS = 512
 """Up to here, smaller blocks of queries occupy more of the GPU."""
 
 
-@triton.jit(do_not_specialize=["sequences", "steps", "rows"])
+@triton.jit(do_not_specialize=["starts", "sequences", "steps", "rows"])
 def _bounds_kernel(starts, bounds, sequences, steps, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows

@@ -16,7 +16,7 @@ import triton.language as tl
 from vllm_encoder_cg.kernels.reference import MAX_WINDOW_ROWS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["starts"])
 def _window_attention_kernel(
     qkv,
     cos,

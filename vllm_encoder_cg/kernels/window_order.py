@@ -10,12 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_encoder_cg.kernels.grid_search import find_sequence, search_steps
+from vllm_encoder_cg.kernels.grid_search import (
+    GRID_ARGUMENTS,
+    find_sequence,
+    search_steps,
+)
 
 _BLOCK = 128
 
 
-@triton.jit(do_not_specialize=["sequences", "steps", "units"])
+@triton.jit(do_not_specialize=[*GRID_ARGUMENTS, "units"])
 def _window_kernel(
     row_starts,
     heights,
