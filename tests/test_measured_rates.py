@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.encoders import Encoders
-from vllm_encoder_cg.adapter import GraphShape
+from vllm_encoder_cg.adapter import EncoderBatch, GraphShape
 from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import EncoderItemSpec, GraphCapacity, GraphKey
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
@@ -74,7 +73,7 @@ def test_costs_are_measured_where_they_bend_and_follow_replays_beyond(
 
         def parse(self, mm_kwargs: dict[str, int]) -> Any:
             tokens = mm_kwargs["tokens"]
-            return SimpleNamespace(specs=[EncoderItemSpec(tokens, tokens)])
+            return EncoderBatch("image", [EncoderItemSpec(tokens, tokens)], {})
 
         def eager(self, batch: Any, indices: Sequence[int], path: str) -> float:
             return max(14.0, 3.0 + 0.012 * batch.specs[0].output_tokens)

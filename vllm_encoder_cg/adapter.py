@@ -74,6 +74,14 @@ class EncoderBatch:
     payload: Any = field(default=None, repr=False)
     """Whatever else the adapter parsed (grids, row offsets)."""
 
+    def items_on(self, path: str) -> list[int]:
+        """Positions of the items that have anything on `path`."""
+        return [i for i, s in enumerate(self.specs) if s.get_path_output_tokens(path)]
+
+    def tokens_on(self, path: str, indices: Sequence[int]) -> list[int]:
+        """Output tokens of each item at `indices` on `path`."""
+        return [self.specs[i].get_path_output_tokens(path) for i in indices]
+
 
 class EncoderAdapter(ABC):
     """Drives one loaded model's encoder for the manager."""
@@ -188,7 +196,7 @@ class EncoderAdapter(ABC):
         self, batch: EncoderBatch, indices: Sequence[int], path: str
     ) -> int | None:
         """Rows of a replay that belong to the items at `indices`; None: all."""
-        return sum(batch.specs[i].get_path_output_tokens(path) for i in indices)
+        return sum(batch.tokens_on(path, indices))
 
     def assemble(
         self,

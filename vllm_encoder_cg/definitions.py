@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data classes that every other part shares: items, paths, graph keys.
 
-The names without a leading ``Encoder...Graph`` prefix of their own are vLLM's;
-fields that vLLM's classes lack have defaults, so an object of either origin can
-be read the same way.  Importing this module loads neither torch nor vLLM.
+``EncoderItemSpec``, ``BudgetGraphMetadata`` and those whose names begin with
+``EncoderCudaGraph`` are vLLM's by name and fields; fields that vLLM's lack have
+defaults, so an object of either origin can be read the same way.  Importing this
+module loads neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -146,6 +147,11 @@ class GraphKey:
     path: str
     token_budget: int
     axis_keys: AxisKeys = ()
+
+    @property
+    def group(self) -> tuple[str, AxisKeys]:
+        """Path and axis keys: graphs of one group differ in their budgets alone."""
+        return self.path, self.axis_keys
 
     def __str__(self) -> str:
         axes = f", axis keys {self.axis_keys}" if self.axis_keys else ""

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which graphs a manager captures: budgets times capture axes, each shape once."""
+"""Which graphs a manager captures (budgets times capture axes, each shape once), and
+their groups."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
-from vllm_encoder_cg.definitions import EncoderCudaGraphConfig
+from vllm_encoder_cg.definitions import AxisKeys, EncoderCudaGraphConfig, GraphKey
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.planning.budgets import BudgetPlan
 
@@ -57,11 +59,15 @@ def choose_shapes(
 
 
 def _same_graph(shape: GraphShape, other: GraphShape) -> bool:
-    return (
-        shape.capacity == other.capacity
-        and shape.key.path == other.key.path
-        and shape.key.axis_keys == other.key.axis_keys
-    )
+    return shape.capacity == other.capacity and shape.key.group == other.key.group
+
+
+def by_group(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
+    """The keys of each group, by ascending budgets."""
+    groups: dict[tuple[str, AxisKeys], list[GraphKey]] = {}
+    for key in sorted(keys, key=lambda key: key.token_budget):
+        groups.setdefault(key.group, []).append(key)
+    return list(groups.values())
 
 
 def _log_axes(adapter: EncoderAdapter, config: EncoderCudaGraphConfig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.definitions import AxisKeys, GraphKey
 
 if TYPE_CHECKING:
     from vllm_encoder_cg.planning.plans import Plan
@@ -121,13 +121,13 @@ class MeasuredCosts:
         """As measured."""
         self.eager_ms = {path: dict(times) for path, times in eager_ms.items()}
         """As measured."""
-        by_axis: dict[tuple[str, object], dict[int, float]] = {}
+        by_group: dict[tuple[str, AxisKeys], dict[int, float]] = {}
         by_path: dict[str, dict[int, float]] = {}
         for key, ms in replay_ms.items():
-            by_axis.setdefault((key.path, key.axis_keys), {})[key.token_budget] = ms
+            by_group.setdefault(key.group, {})[key.token_budget] = ms
             known = by_path.setdefault(key.path, {})
             known[key.token_budget] = max(ms, known.get(key.token_budget, ms))
-        self._replay = {axis: _Curve(times) for axis, times in by_axis.items()}
+        self._replay = {group: _Curve(times) for group, times in by_group.items()}
         self._replay_any = {
             path: _Curve(times, rising=True) for path, times in by_path.items()
         }
@@ -139,7 +139,7 @@ class MeasuredCosts:
 
     def replay_cost(self, key: GraphKey) -> float:
         """Milliseconds of one replay."""
-        curve = self._replay.get((key.path, key.axis_keys))
+        curve = self._replay.get(key.group)
         if curve is None:
             curve = self._replay_any.get(key.path)
         return 0.0 if curve is None else curve(key.token_budget)

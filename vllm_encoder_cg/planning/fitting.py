@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which graph holds a demand: the graphs of one path, smallest first."""
+"""Which graph holds a demand: the graphs of one group, smallest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLEARLY_CHEAPER = 0.98
 
 
 class GraphTable:
-    """The graphs of one path and one combination of axis keys, by capacity.
+    """The graphs of one group (``GraphKey.group``), by capacity.
 
     A graph is named by its position: 0 is the smallest.  Where a larger one was
     measured to take less time, its key is at the positions of both.

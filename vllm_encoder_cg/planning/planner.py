@@ -258,8 +258,8 @@ def _make_tables(
     grouped: dict[tuple[str, AxisKeys], dict[GraphKey, GraphCapacity]] = {}
     for key, capacity in graphs.items():
         if key.path in paths and capacity.tokens > 0:
-            grouped.setdefault((key.path, key.axis_keys), {})[key] = capacity
-    return {name: GraphTable(group, costs) for name, group in grouped.items()}
+            grouped.setdefault(key.group, {})[key] = capacity
+    return {group: GraphTable(of_group, costs) for group, of_group in grouped.items()}
 
 
 def _holds(table: GraphTable, specs: Sequence[EncoderItemSpec], tokens: int) -> bool:

@@ -76,10 +76,10 @@ def choose_forward(
 
 
 def _few(shapes: Sequence[GraphShape]) -> list[GraphShape]:
-    """A large, a middle and a small one, of the first path and axis."""
-    first = shapes[0].key
+    """A large, a middle and a small one, of the first group."""
+    first = shapes[0].key.group
     alike = sorted(
-        (s for s in shapes if (s.key.path, s.key.axis_keys) == _group(first)),
+        (shape for shape in shapes if shape.key.group == first),
         key=lambda shape: shape.key.token_budget,
     )
     below = [s for s in alike if s.key.token_budget <= _LARGEST_TOKENS] or alike[:1]
@@ -93,10 +93,6 @@ def _few(shapes: Sequence[GraphShape]) -> list[GraphShape]:
         )
     }
     return list(chosen.values())
-
-
-def _group(key: GraphKey) -> tuple[object, object]:
-    return key.path, key.axis_keys
 
 
 def _compare(

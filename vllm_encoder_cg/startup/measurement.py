@@ -16,11 +16,12 @@ import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
 from vllm_encoder_cg.capture import GraphSet
-from vllm_encoder_cg.definitions import AxisKeys, EncoderItemSpec, GraphKey
+from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.planning.costs import MeasuredCosts
 from vllm_encoder_cg.planning.sharding import PathRate, attention_work
 from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.shapes import by_group
 
 logger = init_logger(__name__)
 
@@ -78,7 +79,7 @@ def measure_costs(
     """
     replay_ms: dict[GraphKey, float] = {}
     eager_ms: dict[str, dict[int, float]] = {}
-    for group in _by_path_and_axis(list(graphs.graphs)).values():
+    for group in by_group(graphs.graphs):
         last = 0, 0.0
         for key in _keys_for_eager(group):
             sample = _cost_sample(adapter, graphs, key)
@@ -153,7 +154,7 @@ def measure_rates(
         batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
         if key is None or batch is None:
             return None
-        items = _items_on_path(batch.specs, path)
+        items = batch.items_on(path)
         work = [attention_work(batch.specs[i]) for i in items]
         full_ms = _time(_replay_call(adapter, graphs, key, batch, items), ranks)
         attention_ms = 0.0
@@ -164,15 +165,6 @@ def measure_rates(
         rest_ms = max(0.0, full_ms - attention_ms * sum(work))
         rates[path] = PathRate(rest_ms / key.token_budget, attention_ms)
     return rates
-
-
-def _by_path_and_axis(
-    keys: Sequence[GraphKey],
-) -> dict[tuple[str, AxisKeys], list[GraphKey]]:
-    groups: dict[tuple[str, AxisKeys], list[GraphKey]] = {}
-    for key in sorted(keys, key=lambda key: key.token_budget):
-        groups.setdefault((key.path, key.axis_keys), []).append(key)
-    return groups
 
 
 def _keys_for_eager(group: Sequence[GraphKey]) -> list[GraphKey]:
@@ -208,9 +200,9 @@ def _cost_sample(
     batch = None if mm_kwargs is None else adapter.parse(mm_kwargs)
     if batch is None:
         return None
-    indices = _items_on_path(batch.specs, key.path)
+    indices = batch.items_on(key.path)
     return _CostSample(
-        sum(batch.specs[i].get_path_output_tokens(key.path) for i in indices),
+        sum(batch.tokens_on(key.path, indices)),
         lambda by: _replay_call(adapter, graphs, by, batch, indices),
         lambda: adapter.eager(batch, indices, key.path),
     )
@@ -224,10 +216,6 @@ def _replay_call(
     indices: Sequence[int],
 ) -> Call:
     return lambda: graphs.replay(key, adapter, batch, indices)
-
-
-def _items_on_path(specs: Sequence[EncoderItemSpec], path: str) -> list[int]:
-    return [i for i, spec in enumerate(specs) if spec.get_path_output_tokens(path)]
 
 
 def _time(call: Call, ranks: EncoderRanks) -> float:

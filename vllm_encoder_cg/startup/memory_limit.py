@@ -12,14 +12,13 @@ logger = init_logger(__name__)
 class MemoryLimit:
     """Which budgets to capture so that a limit holds.
 
-    Graphs of a pool use one memory in turn, so that all of them take what the
-    largest forward takes at its highest.  The first graph of a path and axis is its
-    largest: its forward is measured before it is captured, and one that takes too
-    much says by how much the next one has to be smaller.  A capture takes more than
-    the measured forward (what other streams use is not used again, and the driver
-    has its part): by how much, the first capture tells.  Only the first, because a
-    later graph that is left out would keep its memory as long as the pool has
-    another.
+    Graphs of a pool use one memory in turn, so that all of them take what the largest
+    forward takes at its highest.  The first graph of a group is its largest: its
+    forward is measured before it is captured, and one that takes too much says by how
+    much the next one has to be smaller.  A capture takes more than the measured
+    forward (what other streams use is not used again, and the driver has its part):
+    by how much, the first capture tells.  Only the first, because a later graph that
+    is left out would keep its memory as long as the pool has another.
     """
 
     def __init__(self, limit_bytes: float | None) -> None:
@@ -36,9 +35,7 @@ class MemoryLimit:
         return key.token_budget <= self._largest.get(key.path, key.token_budget)
 
     def is_to_measure(self, key: GraphKey) -> bool:
-        return (
-            self._limit is not None and (key.path, key.axis_keys) not in self._measured
-        )
+        return self._limit is not None and key.group not in self._measured
 
     def holds(self, key: GraphKey, buffer_bytes: int, forward_bytes: int) -> bool:
         """Whether a graph may be captured.
@@ -50,7 +47,7 @@ class MemoryLimit:
         assert self._limit is not None
         expected = buffer_bytes + max(self._highest, forward_bytes)
         if expected * self._excess <= self._limit:
-            self._measured.add((key.path, key.axis_keys))
+            self._measured.add(key.group)
             self._highest = max(self._highest, forward_bytes)
             self._expected = expected
             return True
@@ -67,7 +64,7 @@ class MemoryLimit:
         self._excess = max(self._excess, taken_bytes / max(self._expected, 1.0))
         if taken_bytes <= self._limit:
             return True
-        self._measured.discard((key.path, key.axis_keys))
+        self._measured.discard(key.group)
         self._highest = 0
         self._lower(key, taken_bytes)
         return False

@@ -22,6 +22,7 @@ from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.planning.plans import SubBatch
 from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.shapes import by_group
 from vllm_encoder_cg.startup.rounding import allowed_error, nudge, relative_norm
 
 logger = init_logger(__name__)
@@ -124,11 +125,10 @@ def _explained_error(
             ):
                 batch = adapter.parse(given)
                 assert batch is not None
-                tokens = [spec.get_path_output_tokens(path) for spec in batch.specs]
-                indices = [i for i, count in enumerate(tokens) if count]
+                indices = batch.items_on(path)
                 with torch.inference_mode():
                     rows = adapter.eager(batch, indices, path)
-                embeddings.append(rows.split([tokens[i] for i in indices]))
+                embeddings.append(rows.split(batch.tokens_on(path, indices)))
             references, moved = embeddings
             tolerance = _tolerance(references[0].dtype)
             allowed[path] = allowed_error(tolerance, moved, references)
@@ -162,13 +162,8 @@ def check_graph(
             f"{type(adapter).__name__} does not parse its own sample input for "
             f"{shape.key}"
         )
-    path = shape.key.path
     # Last item first: an order other than the batch's is what packing produces.
-    indices = [
-        i
-        for i in reversed(range(len(batch.specs)))
-        if batch.specs[i].get_path_output_tokens(path)
-    ]
+    indices = batch.items_on(shape.key.path)[::-1]
     # Then one item alone: nearly all of the graph is padding.  Both are compared
     # whatever comes of the first, as other ranks may see it differently.
     found = [
@@ -185,7 +180,7 @@ def _compare(
     batch: EncoderBatch,
     indices: Sequence[int],
 ) -> Mismatch | None:
-    tokens = [batch.specs[i].get_path_output_tokens(key.path) for i in indices]
+    tokens = batch.tokens_on(key.path, indices)
     with torch.inference_mode():
         result = replay(batch, indices)
         reference = adapter.eager(batch, indices, key.path)
@@ -209,16 +204,12 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def keys_to_check(keys: Sequence[GraphKey], every: int = 16) -> list[GraphKey]:
-    """A sample of graphs that covers each path and axis, both ends of the
-    ladder, and every `every`-th budget between them."""
-    groups: dict[tuple, list[GraphKey]] = {}
-    for key in keys:
-        groups.setdefault((key.path, key.axis_keys), []).append(key)
+    """A sample of graphs that covers each group, both ends of its ladder, and every
+    `every`-th budget between them."""
     chosen: list[GraphKey] = []
-    for group in groups.values():
-        ordered = sorted(group, key=lambda key: key.token_budget)
-        picked = {0, len(ordered) - 1, *range(0, len(ordered), every)}
-        chosen.extend(ordered[i] for i in sorted(picked))
+    for group in by_group(keys):
+        picked = {0, len(group) - 1, *range(0, len(group), every)}
+        chosen.extend(group[i] for i in sorted(picked))
     return chosen
 
 

@@ -43,7 +43,7 @@ class WarmUps:
         """As ``GraphRecorder.record``."""
         key = None if self._every else self._adapter.warm_up_key(shape)
         if key is not None:
-            key = (shape.key.path, shape.key.axis_keys, key)
+            key = (shape.key.group, key)
         if key not in self._warm:
             recorded = recorder.record(forward, make_output)
             if key is not None:
