@@ -92,6 +92,18 @@ def test_a_trace(trace: Path, tmp_path: Path) -> None:
     assert "<svg" in figure.read_text()
 
 
+def test_ranks_share_the_items(trace: Path) -> None:
+    """A batch is one, whatever the number of ranks that have a share of it."""
+    result = run(str(trace), "--max-graphs", "4", "--ranks", "2", "--json", "-")
+    assert result.returncode == 0, result.stderr
+    content = json.loads(result.stdout)
+    assert content["ranks"] == 2
+    proposed = content["ladders"][0]
+    # Of 5 batches, two have more than one item.
+    assert proposed["replays_per_batch"] == 7 / 5
+    assert proposed["hit_rate"] == 1.0
+
+
 def test_what_a_server_recorded(tmp_path: Path) -> None:
     """Two processes wrote; one pattern names both files."""
     header = TraceHeader(

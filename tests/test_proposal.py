@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -221,9 +222,25 @@ def test_drawn_batches_are_the_same_each_time() -> None:
 
 
 def test_ranks_share_the_items_of_a_batch() -> None:
+    batch, alone = ((100,), (100,), (300,)), ((50,),)
     traffic = images((100, 100, 300), (50,))
-    assert traffic.shared(1) is traffic
-    assert traffic.shared(2).batches == {((100,), (100,)): 1, ((300,),): 1, ((50,),): 1}
+    assert [traffic.shares(each) for each in (batch, alone)] == [[batch], [alone]]
+    traffic = replace(traffic, ranks=2)
+    assert traffic.shares(batch) == [((300,),), ((100,), (100,))]
+    assert traffic.shares(alone) == [alone]
+    assert traffic.most_items == 2
+
+
+def test_counts_are_of_all_ranks_and_the_slowest_takes_the_time() -> None:
+    traffic = images((100, 100, 300), (50,), (900,))
+    ladder = Ladder({"default": (128, 256, 512)}, 8)
+    outcome = simulate(replace(traffic, ranks=2), ladder, UNMEASURED)
+    assert (outcome.batches, outcome.items, outcome.hits) == (3, 5, 4)
+    assert (outcome.replays, outcome.eager_calls) == (3, 1)
+    assert outcome.real_tokens == 300 + 200 + 50
+    assert outcome.padded_tokens == (512 - 300) + (256 - 200) + (128 - 50)
+    slowest = images((300,), (50,), (900,))
+    assert outcome.cost == simulate(slowest, ladder, UNMEASURED).cost
 
 
 def test_thinning_keeps_an_even_choice() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json as json_format
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from vllm_encoder_cg.cli.output import (
     make_table,
     percent,
     print_line,
+    print_table,
     write_json,
 )
 from vllm_encoder_cg.observability.trace import TraceError, read_trace
@@ -131,8 +132,9 @@ def plan(
     ranks: Annotated[
         int,
         Option(
-            help="Tensor-parallel ranks that share the items: with "
-            "--mm-encoder-tp-mode data.",
+            help="Tensor-parallel ranks that share the items of a batch "
+            "(--mm-encoder-tp-mode data). Counts are of all ranks; a batch takes as "
+            "long as on its slowest.",
             min=1,
         ),
     ] = 1,
@@ -178,7 +180,7 @@ def plan(
                 _MAX_TOKENS,
                 range(1, items_per_batch + 1),
             )
-        traffic = _bounded(traffic, min_tokens, max_tokens).shared(ranks)
+        traffic = _changed(traffic, min_tokens, max_tokens, ranks)
         costs, memory = _read_costs(cost_file, traffic)
         shown = traffic.thinned(_MOST_BATCHES)
         if shown is not traffic:
@@ -196,7 +198,7 @@ def plan(
     except (TraceError, CostFileError, FileNotFoundError, ValueError) as error:
         fail(str(error))
     measured = cost_file is not None
-    console.print(_table(rows, shown, memory, measured))
+    print_table(_table(rows, shown, memory, measured))
     compilation_config = {
         "cudagraph_mm_encoder": True,
         "encoder_cudagraph_token_budgets": list(_list_of(ladder)),
@@ -212,6 +214,7 @@ def plan(
         json,
         {
             "architecture": traffic.architecture,
+            "ranks": ranks,
             "compilation_config": compilation_config,
             "ladders": [_describe(row, memory, measured) for row in rows],
         },
@@ -228,13 +231,16 @@ def _report_size(batches: float) -> None:
     console.print(text)
 
 
-def _bounded(
-    traffic: Traffic, min_tokens: int | None, max_tokens: int | None
+def _changed(
+    traffic: Traffic, min_tokens: int | None, max_tokens: int | None, ranks: int
 ) -> Traffic:
-    """With other bounds than it has, where given."""
-    changes = {"min_tokens": min_tokens, "max_tokens": max_tokens}
-    given = {name: value for name, value in changes.items() if value is not None}
-    traffic = Traffic(**(traffic.__dict__ | given))
+    """With other bounds than it has, where given, on so many ranks."""
+    traffic = replace(
+        traffic,
+        min_tokens=min_tokens or traffic.min_tokens,
+        max_tokens=max_tokens or traffic.max_tokens,
+        ranks=ranks,
+    )
     if traffic.min_tokens > traffic.max_tokens:
         raise ValueError(
             f"min-tokens: {traffic.min_tokens} is above max-tokens, "
@@ -286,9 +292,10 @@ def _table(
     rows: list[Row], traffic: Traffic, memory: GraphMemory, measured: bool
 ) -> Table:
     what = traffic.architecture or "the stated mix"
+    most = max(map(len, traffic.batches))
+    ranks = f" on {traffic.ranks} ranks" if traffic.ranks > 1 else ""
     table = make_table(
-        f"{what}: {len(traffic.batches)} distinct batches of up to "
-        f"{traffic.most_items} items",
+        f"{what}: {len(traffic.batches)} distinct batches of up to {most} items{ranks}",
         (*_COLUMNS, *_MEASURES, *(("ms per batch",) if measured else ())),
         (*_COLUMNS[1:], *_MEASURES, "ms per batch"),
     )

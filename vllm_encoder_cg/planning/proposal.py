@@ -53,7 +53,8 @@ class Ladder:
 
 @dataclass
 class Outcome:
-    """What became of the traffic; counts are weighted by how often batches came."""
+    """What became of the traffic, on all ranks together; counts are weighted by how
+    often batches came."""
 
     batches: float = 0.0
     items: float = 0.0
@@ -64,7 +65,7 @@ class Outcome:
     """Of replays."""
     padded_tokens: float = 0.0
     cost: float = 0.0
-    """Of all batches, in the unit of the cost model."""
+    """Of all batches, each on its slowest rank, in the unit of the cost model."""
     demands: dict[str, dict[int, float]] = field(default_factory=dict, repr=False)
     """Per path, tokens of a replay or an eager call -> how often."""
 
@@ -91,11 +92,11 @@ def simulate(traffic: Traffic, ladder: Ladder, costs: CostModel) -> Outcome:
     planner = Planner(capacities, tuple(traffic.paths), costs=costs)
     outcome = Outcome(demands={path: {} for path in traffic.paths})
     for batch, weight in traffic.batches.items():
-        plan = planner.plan(traffic.specs(batch))
         outcome.batches += weight
         outcome.items += weight * len(batch)
-        outcome.cost += weight * plan_cost(plan, costs)
-        for sub_batch in plan.sub_batches:
+        plans = [planner.plan(traffic.specs(s)) for s in traffic.shares(batch)]
+        outcome.cost += weight * max(plan_cost(plan, costs) for plan in plans)
+        for sub_batch in (s for plan in plans for s in plan.sub_batches):
             reasons = len(sub_batch.eager_reasons)
             outcome.hits += weight * (len(sub_batch.indices) - reasons)
             for path, step in sub_batch.steps.items():

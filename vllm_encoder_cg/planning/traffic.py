@@ -44,10 +44,17 @@ class Traffic:
     recorded_memory_bytes: int = 0
     """That those graphs took; 0: unknown."""
 
+    ranks: int = 1
+    """That share the items of each batch."""
+    _shares: dict[BatchTokens, list[BatchTokens]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
     @property
     def most_items(self) -> int:
-        """Of a batch."""
-        return max(map(len, self.batches), default=0)
+        """That a rank has of a batch."""
+        shares = (share for batch in self.batches for share in self.shares(batch))
+        return max(map(len, shares), default=0)
 
     def specs(self, batch: BatchTokens) -> list[EncoderItemSpec]:
         """The batch as a planner takes it."""
@@ -59,19 +66,18 @@ class Traffic:
             for item in batch
         ]
 
-    def shared(self, ranks: int) -> Traffic:
-        """What each of `ranks` ranks encodes of it where they share the items
-        (``mm_encoder_tp_mode="data"``), by their tokens."""
-        if ranks == 1:
-            return self
-        batches: dict[BatchTokens, float] = {}
-        for batch, count in self.batches.items():
+    def shares(self, batch: BatchTokens) -> list[BatchTokens]:
+        """What each rank encodes of a batch (``mm_encoder_tp_mode="data"``), balanced
+        by tokens; ranks that have nothing are left out."""
+        if self.ranks == 1:
+            return [batch]
+        if batch not in self._shares:
             specs = self.specs(batch)
-            for items in assign_items(specs, ranks, weigh_items(specs, None)).items:
-                share = tuple(batch[i] for i in items)
-                if share:
-                    batches[share] = batches.get(share, 0.0) + count
-        return replace(self, batches=batches)
+            assignment = assign_items(specs, self.ranks, weigh_items(specs, None))
+            self._shares[batch] = [
+                tuple(batch[i] for i in items) for items in assignment.items if items
+            ]
+        return self._shares[batch]
 
     def thinned(self, most: int) -> Traffic:
         """With at most `most` distinct batches, evenly chosen."""
