@@ -17,18 +17,17 @@ import torch
 
 from vllm_encoder_cg.adapter import BufferSpec, EncoderBatch, GraphShape
 from vllm_encoder_cg.definitions import DEFAULT_PATH, EncoderItemSpec
+from vllm_encoder_cg.models.item_counts import read_counts, unlike_counts
 from vllm_encoder_cg.models.padded_samples import (
     TokenGrid,
     random_padded_rows,
     sample_grid,
-    unlike_counts,
 )
 from vllm_encoder_cg.models.padded_tower import PaddedTowerAdapter
 from vllm_encoder_cg.models.soft_token_positions import PADDING, keep_inside
 from vllm_encoder_cg.models.soft_token_rows import (
     Rows,
     copy_token_rows,
-    read_counts,
     read_frame_tokens,
     row_shapes,
     select_token_rows,

@@ -19,7 +19,8 @@ import torch
 
 from vllm_encoder_cg.adapter import BufferSpec, EncoderBatch, GraphShape
 from vllm_encoder_cg.definitions import DEFAULT_PATH, AxisKeys, EncoderItemSpec
-from vllm_encoder_cg.models.padded_samples import sample_grid, unlike_counts
+from vllm_encoder_cg.models.item_counts import unlike_counts
+from vllm_encoder_cg.models.padded_samples import sample_grid
 from vllm_encoder_cg.models.padded_tower import PaddedTowerAdapter
 
 SliceGrid = tuple[int, int]

@@ -11,6 +11,7 @@ import torch
 
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.definitions import DEFAULT_PATH
+from vllm_encoder_cg.models.item_counts import read_counts, unlike_counts
 from vllm_encoder_cg.models.tiled_tower import (
     Grid,
     TiledItems,
@@ -18,8 +19,6 @@ from vllm_encoder_cg.models.tiled_tower import (
     TileKind,
     Tiles,
     count_crops,
-    read_counts,
-    unlike_parts,
 )
 
 
@@ -74,5 +73,5 @@ class OnePathAdapter(TiledTowerAdapter):
     def sample_images(
         self, shape: GraphShape, generator: torch.Generator
     ) -> dict[str, Any]:
-        counts = unlike_parts(self.tile_capacity(shape), shape.capacity.items)
+        counts = unlike_counts(self.tile_capacity(shape), shape.capacity.items)
         return self.random_items("image", counts, generator)

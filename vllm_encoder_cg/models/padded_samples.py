@@ -13,16 +13,6 @@ TokenGrid = tuple[int, int]
 _ASPECTS = (1.0, 1.33, 0.6, 1.78, 2.5)
 
 
-def unlike_counts(total: int, most: int) -> list[int]:
-    """`total` as a sum of up to 4, and up to `most`, positive unlike parts."""
-    counts: list[int] = []
-    left = total
-    while left and len(counts) < min(4, most) - 1:
-        counts.append(-(-left * 2 // 5))
-        left -= counts[-1]
-    return [*counts, left] if left else counts
-
-
 def fit_grid(width: float, height: float, most: int) -> TokenGrid:
     """The grid of an image of this shape that has at most `most` cells."""
     scale = (most / (width * height)) ** 0.5

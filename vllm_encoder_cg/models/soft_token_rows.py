@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_encoder_cg.models.host_tables import copy_rows
+from vllm_encoder_cg.models.item_counts import read_counts
 
 Rows: TypeAlias = torch.Tensor | list[torch.Tensor]
 """``[rows, patches, ...]``, or a list of ``[patches, ...]``."""
@@ -40,13 +41,6 @@ def row_shapes(value: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
     if not all(isinstance(row, torch.Tensor) for row in value):
         return []
     return [(tuple(row.shape), row.dtype) for row in value]
-
-
-def read_counts(value: Any) -> list[int] | None:
-    """Numbers that vLLM keeps on the host; None: not there."""
-    if isinstance(value, torch.Tensor):
-        return value.flatten().tolist()
-    return None if value is None else [int(count) for count in value]
 
 
 def read_frame_tokens(value: Any, frames: Sequence[int]) -> list[int] | None:

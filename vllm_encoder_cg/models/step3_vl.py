@@ -9,13 +9,8 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.adapter import EncoderBatch
-from vllm_encoder_cg.models.tiled_tower import (
-    Grid,
-    TiledItems,
-    TileKind,
-    Tiles,
-    read_counts,
-)
+from vllm_encoder_cg.models.item_counts import read_counts
+from vllm_encoder_cg.models.tiled_tower import Grid, TiledItems, TileKind, Tiles
 from vllm_encoder_cg.models.two_path_tower import GLOBAL, LOCAL, TwoPathAdapter
 
 _CROP_SIDE = 504

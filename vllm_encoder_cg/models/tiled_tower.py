@@ -314,24 +314,7 @@ class TiledTowerAdapter(EncoderAdapter):
         )
 
 
-def read_counts(value: Any) -> list[int] | None:
-    """Numbers of tiles as Python integers; vLLM keeps them on the host."""
-    if isinstance(value, torch.Tensor):
-        return value.flatten().tolist()
-    return None if value is None else [int(count) for count in value]
-
-
 def count_crops(grid: Grid) -> int:
     """Tiles of an image beside the one that shows all of it."""
     columns, rows = grid
     return columns * rows if columns * rows > 1 else 0
-
-
-def unlike_parts(total: int, most: int) -> list[int]:
-    """`total` as a sum of up to 4, and up to `most`, positive unlike parts."""
-    parts: list[int] = []
-    left = total
-    while left and len(parts) < min(4, most) - 1:
-        parts.append(max(1, int(left * 0.45)))
-        left -= parts[-1]
-    return [*parts, left] if left else parts

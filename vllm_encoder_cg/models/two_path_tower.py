@@ -14,12 +14,8 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.adapter import GraphShape
-from vllm_encoder_cg.models.tiled_tower import (
-    Grid,
-    TiledTowerAdapter,
-    count_crops,
-    unlike_parts,
-)
+from vllm_encoder_cg.models.item_counts import unlike_counts
+from vllm_encoder_cg.models.tiled_tower import Grid, TiledTowerAdapter, count_crops
 
 GLOBAL, LOCAL = "global", "local"
 
@@ -51,7 +47,7 @@ class TwoPathAdapter(TiledTowerAdapter):
             return self.random_cut([(1, 1)], generator)
         # An image without crops comes first, where there is room for it.
         whole = [None] if items > 1 else []
-        pairs = unlike_parts(tiles // 2, items - len(whole))
+        pairs = unlike_counts(tiles // 2, items - len(whole))
         cuts: list[Grid | None] = [*whole, *((2, count) for count in pairs[:-1])]
         cuts.append((tiles - 2 * sum(pairs[:-1]), 1))
         return self.random_cut(cuts, generator)
