@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,13 +28,16 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, timeout: float = 60, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "vllm_encoder_cg", *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
+        env=os.environ | variables,
     )
 
 
@@ -42,6 +46,47 @@ def test_help_is_there(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0, result.stderr
     assert "--json" in result.stdout
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_a_narrow_terminal_hides_no_column(columns: str) -> None:
+    mix = run("plan", "--items", "300", COLUMNS=columns).stdout.split()
+    assert {"proposed", "300", "100.0%", "padding", "memory"} <= set(mix)
+    table = run("models", COLUMNS=columns).stdout
+    row = next(line for line in table.splitlines() if "DeepseekOCR" in line)
+    cells = [cell.strip() for cell in row.split("│")]
+    assert cells[1:7] == ["DeepseekOCRForCausalLM", "image", "global,", "", "any", "no"]
+    assert cells[7] == "adapter"
+
+
+@pytest.mark.parametrize("arguments", [("models",), ("models", "--json", "-")])
+def test_a_standard_output_that_was_closed_is_no_error(
+    arguments: tuple[str, ...],
+) -> None:
+    """As a service manager may start it; only the exit code is wanted then."""
+    command = [sys.executable, "-m", "vllm_encoder_cg", *arguments]
+    result = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "vllm_encoder_cg", "models"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "No space left on device" in line
 
 
 def test_help_names_the_commands_and_loads_neither_torch_nor_vllm() -> None:

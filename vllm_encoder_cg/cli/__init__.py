@@ -7,6 +7,7 @@ These modules import torch and vLLM only inside their commands, so that
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Annotated
 
@@ -31,7 +32,11 @@ def main() -> None:
     for name in _COMMANDS:
         module = import_module(f"{__name__}.{name}")
         app.command(name)(getattr(module, name))
-    app()
+    try:
+        app()
+    except OSError as error:  # a full disk behind standard output, say
+        print(f"vllm-encoder-cg: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _print_version(wanted: bool) -> None:

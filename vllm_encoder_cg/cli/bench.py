@@ -44,6 +44,7 @@ from vllm_encoder_cg.cli.output import (
     fail,
     fail_with,
     make_table,
+    print_table,
     progress_bar,
     write_json,
 )
@@ -224,7 +225,7 @@ def _print_table(rows: list[CaseTimes]) -> None:
     table = make_table("", columns, columns[1:])
     for line in cells:
         table.add_row(*line)
-    console.print(table)
+    print_table(table)
 
 
 def _make_folder(folder: Path) -> None:

@@ -29,6 +29,7 @@ from vllm_encoder_cg.cli.output import (
     fail,
     make_table,
     print_line,
+    print_table,
     write_json,
 )
 from vllm_encoder_cg.samples.chat_media import ChatMedia, ChatPrompt, demo_prompts
@@ -105,7 +106,7 @@ def demo(
             verbose,
         )
     tolerance = _tolerance(with_graphs.dtype)
-    console.print(_table(asked, with_graphs))
+    print_table(_table(asked, with_graphs))
     problems = _problems(asked, with_graphs, without, tolerance)
     _print_summary(asked, with_graphs, problems)
     write_json(

@@ -9,8 +9,8 @@ from vllm_encoder_cg import __version__
 from vllm_encoder_cg.cli.output import (
     JsonFile,
     begin_output,
-    console,
     make_table,
+    print_table,
     write_json,
     yes,
 )
@@ -45,7 +45,7 @@ def models(
     table = make_table("", _COLUMNS, (), whole=(_NAME, "attention", _VERIFIED))
     for row in rows:
         table.add_row(*_cells(row))
-    console.print(table)
+    print_table(table)
     write_json(
         json,
         {

@@ -21,10 +21,13 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from typer import Option
 
 _WIDTH_OF_A_FILE = 150
+_LEAST_TEXT = 10
+"""Characters into which text is broken at least."""
+_AROUND_A_CELL = 3
 _STDOUT = Path("-")
 _OPTIONS = {"mm_encoder_attn_backend": "backend"}
 """Ours, by vLLM's field where the names differ."""
@@ -39,9 +42,14 @@ JsonFile = Annotated[
     ),
 ]
 
-console = Console(
-    width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
-)
+
+def _width() -> int | None:
+    """None: rich finds out.  Standard output is None where it was closed."""
+    on_a_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return None if on_a_terminal or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
+
+
+console = Console(width=_width())
 
 
 def make_table(
@@ -50,15 +58,36 @@ def make_table(
     numbers: Sequence[str],
     whole: Sequence[str] = (),
 ) -> Table:
-    """An empty table; the columns named in `numbers` are aligned right, and those
-    and the ones named in `whole` are not broken over lines."""
+    """An empty table; the columns named in `numbers` are aligned right, and the
+    cells of those named in `whole` are not broken over lines."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in columns:
         if column in numbers:
-            table.add_column(column, justify="right", no_wrap=True)
+            table.add_column(column, justify="right")
         else:
             table.add_column(column, overflow="fold", no_wrap=column in whole)
     return table
+
+
+def print_table(table: Table) -> None:
+    """Prints a table so that no column vanishes: where the terminal is too narrow,
+    text is broken and numbers are not, and lines become longer than the terminal
+    before anything is left out."""
+    total = 1
+    for column in table.columns:
+        column.min_width = _least_width(column)
+        total += column.min_width + _AROUND_A_CELL
+    if total > console.width:
+        table.width = total
+    console.print(table, crop=False)
+
+
+def _least_width(column: Column) -> int:
+    texts = [str(text) for text in (column.header, *column.cells)]
+    if column.no_wrap:
+        return max(len(line) for text in texts for line in text.splitlines())
+    longest = max(len(word) for text in texts for word in text.split())
+    return longest if column.justify == "right" else min(longest, _LEAST_TEXT)
 
 
 @contextlib.contextmanager

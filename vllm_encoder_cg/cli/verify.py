@@ -31,6 +31,7 @@ from vllm_encoder_cg.cli.output import (
     fail_with,
     make_table,
     percent,
+    print_table,
     progress_bar,
     write_json,
     yes,
@@ -184,7 +185,7 @@ def verify(
             results = _run(verifier, cases)
         except Exception as error:  # of vLLM's own encoder
             fail_with(error, verbose=verbose)
-        console.print(_table(manager, results, verifier.tolerance))
+        print_table(_table(manager, results, verifier.tolerance))
         differences = _differences(manager, results)
         problems = differences or _nothing_compared(results)
         for problem in problems:
