@@ -152,7 +152,11 @@ def capture_graphs(
         OutOfStepError: recording a sharded encoder failed on some ranks only.
     """
     memory = MemoryMeter(device)
-    for every in (False, True):
+    limit = MemoryLimit(memory_limit_bytes)
+    every = False
+    while True:
+        limit.begin()
+        warm_ups = WarmUps(adapter, ranks, every)
         result = _capture_all(
             adapter,
             shapes,
@@ -160,13 +164,13 @@ def capture_graphs(
             make_recorder(device, graph_pool),
             ranks,
             memory,
-            MemoryLimit(memory_limit_bytes),
-            WarmUps(adapter, ranks, every),
+            limit,
+            warm_ups,
         )
         if result is not None:
             break
+        every = every or warm_ups.failed
         memory.give_back()
-    assert result is not None  # the second time
     result.memory_bytes = max(memory.taken_bytes(), result.arena.nbytes())
     return result
 
@@ -181,7 +185,8 @@ def _capture_all(
     limit: MemoryLimit,
     warm_ups: WarmUps,
 ) -> GraphSet | None:
-    """All graphs; None: one of them should have been run before its capture."""
+    """All graphs; None: they are to be captured anew, as one of them should have been
+    run before its capture, or took too much."""
     result = GraphSet.empty(memory.device)
     for shape in track(shapes, "Capturing encoder CUDA graphs", ranks.rank == 0):
         if not limit.admits(shape.key):
@@ -205,9 +210,12 @@ def _capture_all(
         if warm_ups.failed:
             return None
         if error is None:
-            if to_measure and len(result.graphs) == 1:
+            if to_measure:
                 taken = ranks.in_step(memory.taken_bytes())
-                if not limit.held(shape.key, taken):
+                alone = len(result.graphs) == 1
+                if not limit.held(shape.key, taken, alone=alone):
+                    if not alone:
+                        return None
                     result.leave_out(shape.key)
                     memory.give_back()
             continue

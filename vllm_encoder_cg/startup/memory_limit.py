@@ -8,17 +8,24 @@ from vllm_encoder_cg.logger import init_logger
 
 logger = init_logger(__name__)
 
+_MOST_CORRECTIONS = 3
+"""Captures from the beginning; what the limit is then exceeded by is little."""
+
 
 class MemoryLimit:
     """Which budgets to capture so that a limit holds.
 
-    Graphs of a pool use one memory in turn, so that all of them take what the largest
-    forward takes at its highest.  The first graph of a group is its largest: its
-    forward is measured before it is captured, and one that takes too much says by how
-    much the next one has to be smaller.  A capture takes more than the measured
-    forward (what other streams use is not used again, and the driver has its part):
-    by how much, the first capture tells.  Only the first, because a later graph that
-    is left out would keep its memory as long as the pool has another.
+    Graphs of a pool use one memory in turn, so that all of them take little more than
+    the largest forward takes at its highest.  The first graph of a path and axis is
+    its largest: its forward is measured before it is captured, and one that takes too
+    much says by how much the next one has to be smaller.
+
+    A capture takes more than the measured forward: tensors of many sizes leave gaps,
+    what other streams use is not used again, and the driver has its part.  By how
+    much, the first capture tells.  Those of a second path or axis do not fit into the
+    gaps of the first as well as their own (two paths of one size took a half more
+    than either), so that each is looked at.  A graph that is left out keeps its
+    memory as long as the pool has another: then all are captured anew.
     """
 
     def __init__(self, limit_bytes: float | None) -> None:
@@ -30,6 +37,12 @@ class MemoryLimit:
         self._excess = 1.0
         """By how much a capture takes more than its forward."""
         self._expected = 0.0
+        self._corrections = 0
+
+    def begin(self) -> None:
+        """All graphs are captured, or captured anew: what is to be smaller is known."""
+        self._measured.clear()
+        self._highest = 0
 
     def admits(self, key: GraphKey) -> bool:
         return key.token_budget <= self._largest.get(key.path, key.token_budget)
@@ -54,16 +67,22 @@ class MemoryLimit:
         self._lower(key, expected * self._excess)
         return False
 
-    def held(self, key: GraphKey, taken_bytes: int) -> bool:
-        """Whether the first graph, captured, may stay.
+    def held(self, key: GraphKey, taken_bytes: int, *, alone: bool) -> bool:
+        """Whether a graph that was measured, and is captured, may stay.
 
         Args:
-            taken_bytes: by the capture, as the device has it.
+            taken_bytes: by all graphs so far, as the device has it.
+            alone: whether it is the only one.  If it is not, and may not stay, all
+                have to be captured anew.
         """
         assert self._limit is not None
-        self._excess = max(self._excess, taken_bytes / max(self._expected, 1.0))
+        if alone:
+            self._excess = max(self._excess, taken_bytes / max(self._expected, 1.0))
+        elif self._corrections >= _MOST_CORRECTIONS:
+            return True
         if taken_bytes <= self._limit:
             return True
+        self._corrections += not alone
         self._measured.discard(key.group)
         self._highest = 0
         self._lower(key, taken_bytes)
