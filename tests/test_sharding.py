@@ -83,6 +83,34 @@ def test_more_ranks_than_items() -> None:
     assert assignment.tokens == (9, 5, 0, 0)
 
 
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=8), st.integers(0, 8))
+def test_of_fewer_items_than_ranks_each_has_its_own(
+    tokens: list[int], more: int
+) -> None:
+    ranks = len(tokens) + more
+    items = assign(*tokens, ranks=ranks).items
+    assert sorted(map(len, items)) == [0] * more + [1] * len(tokens)
+    # The heaviest first, so that it is known where it goes.
+    assert items[0] == (tokens.index(max(tokens)),)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), max_size=20),
+    st.integers(1, 8),
+    st.floats(0, 1),
+    st.floats(0, 1e-3),
+)
+def test_shares_by_time_are_within_an_item_of_each_other(
+    sizes: list[tuple[int, int]], ranks: int, token_ms: float, attention_ms: float
+) -> None:
+    specs = [item(n, sequences=frames, rows=4 * n) for n, frames in sizes]
+    weights = weigh_items(specs, {"default": PathRate(token_ms, attention_ms)})
+    assignment = assign_items(specs, ranks, weights)
+    assert sorted(assignment.order) == list(range(len(specs)))
+    loads = [sum(weights[i] for i in items) for items in assignment.items]
+    assert max(loads) - min(loads) <= max(weights, default=0.0) * (1 + 1e-9)
+
+
 def test_no_items() -> None:
     assert assign(ranks=3) == Assignment(((), (), ()), (0, 0, 0))
 
@@ -139,7 +167,7 @@ def test_time_and_not_size_is_balanced() -> None:
 
 
 @settings(deadline=None)
-@given(cases(), st.integers(1, 4))
+@given(cases(), st.integers(1, 8))
 def test_plans_of_all_ranks_together_are_a_plan(case: Case, ranks: int) -> None:
     assignment = assign_items(case.specs, ranks, weigh_items(case.specs, None))
     planner = Planner(case.capacities, case.paths, dropped=case.dropped)
