@@ -47,11 +47,7 @@ from vllm_encoder_cg.models.packed_samples import (
     sample_grids,
     uniform_grids,
 )
-from vllm_encoder_cg.models.refusals import (
-    pruning_refusal,
-    tower_refusal,
-    varlen_refusal,
-)
+from vllm_encoder_cg.models.refusals import pruning_refusal, varlen_refusal
 
 _KNOWN_GRIDS = 4096
 """Grids whose specs are kept."""
@@ -73,7 +69,7 @@ class PackedTowerAdapter(FusableAdapter):
         "image": "image_grid_thw",
         "video": "video_grid_thw",
     }
-    tower_attribute: ClassVar[str] = "visual"
+    tower_attribute = "visual"
     passes_sequence_lengths: ClassVar[bool] = False
     """Whether the tower hands sequence lengths to attention, which FLASHINFER
     needs."""
@@ -81,7 +77,6 @@ class PackedTowerAdapter(FusableAdapter):
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
         super().__init__(model, vllm_config)
-        self.tower: Any = getattr(model, self.tower_attribute, None)
         self._layouts: dict[GraphKey, PackedLayout] = {}
         self._host_tables = HostTables()
         self._device_tables = DeviceTables()
@@ -195,10 +190,6 @@ class PackedTowerAdapter(FusableAdapter):
         """``AttentionBackendEnum`` name of the tower's attention."""
         return self.attention_layer.attn_backend.name
 
-    @property
-    def device(self) -> torch.device:
-        return self.tower.device
-
     @cached_property
     def _row_type(self) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of an input row: every batch is compared with them, and
@@ -236,7 +227,7 @@ class PackedTowerAdapter(FusableAdapter):
 
     def unsupported_reason(self) -> str | None:
         return (
-            tower_refusal(self.tower, self.vllm_config)
+            super().unsupported_reason()
             or pruning_refusal(self.model)
             or varlen_refusal(
                 self.backend, self.device.type, self.passes_sequence_lengths
@@ -255,11 +246,7 @@ class PackedTowerAdapter(FusableAdapter):
         )
 
     def budget_range(self) -> tuple[int, int]:
-        largest = min(
-            self.vllm_config.scheduler_config.max_num_batched_tokens,
-            self.vllm_config.model_config.max_model_len,
-        )
-        return min(self.min_token_budget, largest), largest
+        return min(self.min_token_budget, self.most_tokens), self.most_tokens
 
     def capacity(self, key: GraphKey, limits: BatchLimits) -> GraphCapacity:
         budget = key.token_budget

@@ -13,9 +13,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-import torch
-
-from vllm_encoder_cg.adapter import EncoderAdapter
 from vllm_encoder_cg.definitions import (
     DEFAULT_PATH,
     BatchLimits,
@@ -25,24 +22,22 @@ from vllm_encoder_cg.definitions import (
     GraphKey,
 )
 from vllm_encoder_cg.models.host_tables import HostTables
-from vllm_encoder_cg.models.refusals import tower_refusal
+from vllm_encoder_cg.models.tower import TowerAdapter
 
 _MAX_PATCHES = 73728
 """Patches of the largest automatic graph.  An encoder keeps a GPU busy long
 before, and its intermediate tensors take memory in proportion."""
 
 
-class PaddedTowerAdapter(EncoderAdapter):
+class PaddedTowerAdapter(TowerAdapter):
     """Base of the padded towers' adapters."""
 
-    tower_attribute: ClassVar[str]
     axis_name: ClassVar[str]
     """What the lengths of rows are counted in, for messages."""
     buffer_keys: ClassVar[tuple[str, ...]]
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
         super().__init__(model, vllm_config)
-        self.tower: Any = getattr(model, self.tower_attribute, None)
         self.host_tables = HostTables()
 
     # -- What differs between towers ----------------------------------------
@@ -71,17 +66,6 @@ class PaddedTowerAdapter(EncoderAdapter):
 
     # -- EncoderAdapter ------------------------------------------------------
 
-    def unsupported_reason(self) -> str | None:
-        return tower_refusal(self.tower, self.vllm_config)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.tower.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.vllm_config.model_config.dtype
-
     def config(self) -> EncoderCudaGraphConfig:
         shortest = min(map(self.row_tokens, self.row_lengths()))
         return EncoderCudaGraphConfig(
@@ -98,8 +82,7 @@ class PaddedTowerAdapter(EncoderAdapter):
     def budget_range(self) -> tuple[int, int]:
         lengths = self.row_lengths()
         largest = min(
-            self.vllm_config.scheduler_config.max_num_batched_tokens,
-            self.vllm_config.model_config.max_model_len,
+            self.most_tokens,
             max(
                 _MAX_PATCHES // self.row_patches(length) * self.row_tokens(length)
                 for length in lengths

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_encoder_cg.adapter import BufferSpec, EncoderAdapter, EncoderBatch, GraphShape
+from vllm_encoder_cg.adapter import BufferSpec, EncoderBatch, GraphShape
 from vllm_encoder_cg.definitions import (
     DEFAULT_PATH,
     BatchLimits,
@@ -32,7 +32,7 @@ from vllm_encoder_cg.definitions import (
 )
 from vllm_encoder_cg.models.finite_pixels import split_finite
 from vllm_encoder_cg.models.host_tables import copy_rows, select_rows
-from vllm_encoder_cg.models.refusals import tower_refusal
+from vllm_encoder_cg.models.tower import TowerAdapter
 
 Grid = tuple[int, int]
 """(columns, rows) of tiles that an image is cut into; (1, 1): not cut."""
@@ -91,17 +91,16 @@ class TiledItems:
     """Per item, where its rows depend on how it was cut; None: it was not."""
 
 
-class TiledTowerAdapter(EncoderAdapter):
+class TiledTowerAdapter(TowerAdapter):
     """Base of the tiled towers' adapters."""
 
     modalities: ClassVar[tuple[str, ...]] = ("image",)
-    tower_attribute: ClassVar[str] = "vision_model"
+    tower_attribute = "vision_model"
     optional_paths: ClassVar[frozenset[str]] = frozenset()
     """Paths on which an item may have no tile."""
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
         super().__init__(model, vllm_config)
-        self.tower: Any = getattr(model, self.tower_attribute, None)
         self._kinds: dict[str, TileKind] | None = None
         self._item_spec = lru_cache(_KNOWN_ITEMS)(self._make_spec)
 
@@ -156,9 +155,6 @@ class TiledTowerAdapter(EncoderAdapter):
 
     # -- EncoderAdapter ------------------------------------------------------
 
-    def unsupported_reason(self) -> str | None:
-        return tower_refusal(self.tower, self.vllm_config)
-
     def backend_name(self) -> str:
         for module in self.tower.modules() if self.tower is not None else ():
             backend = getattr(module, "attn_backend", None)
@@ -172,14 +168,6 @@ class TiledTowerAdapter(EncoderAdapter):
         if self._kinds is None:
             self._kinds = self.tile_kinds()
         return self._kinds
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.tower.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.vllm_config.model_config.dtype
 
     def config(self) -> EncoderCudaGraphConfig:
         return EncoderCudaGraphConfig(
@@ -200,12 +188,8 @@ class TiledTowerAdapter(EncoderAdapter):
         return min(kind.tokens, self.budget_range()[1])
 
     def budget_range(self) -> tuple[int, int]:
-        largest = min(
-            self.vllm_config.scheduler_config.max_num_batched_tokens,
-            self.vllm_config.model_config.max_model_len,
-        )
         first = next(iter(self.kinds.values()))
-        return min(first.tokens, largest), largest
+        return min(first.tokens, self.most_tokens), self.most_tokens
 
     def capacity(self, key: GraphKey, limits: BatchLimits) -> GraphCapacity:
         # Rounded up, so that a budget between two numbers of tiles is kept.  The

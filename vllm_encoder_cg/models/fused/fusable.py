@@ -6,25 +6,21 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
-import torch
-
-from vllm_encoder_cg.adapter import EncoderAdapter
 from vllm_encoder_cg.kernels.short_rows import size_class
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError
 from vllm_encoder_cg.models.refusals import fusion_refusal
+from vllm_encoder_cg.models.tower import TowerAdapter
 
 
-class FusableAdapter(EncoderAdapter):
+class FusableAdapter(TowerAdapter):
     """Base of the adapters that may have a fused tower.
 
-    A subclass has ``tower`` and ``device``, and calls ``captured_tower`` in its
-    captured forward instead of ``tower``.
+    A subclass calls ``captured_tower`` in its captured forward instead of ``tower``.
     """
 
     fused_tower: ClassVar[type[Any] | None] = None
     """Makes of the tower one that is called alike; None: there is none."""
 
-    tower: Any
     _fused: Any = None
 
     @property
@@ -39,8 +35,7 @@ class FusableAdapter(EncoderAdapter):
     def fusion_refusal(self) -> str | None:
         if self.fused_tower is None:
             return super().fusion_refusal()
-        device: torch.device = self.device  # type: ignore[attr-defined]
-        reason = fusion_refusal(device, self.vllm_config)
+        reason = fusion_refusal(self.device, self.vllm_config)
         if reason is None and self._fused is None:
             try:
                 self._fused = self.fused_tower(self.tower)
