@@ -36,6 +36,7 @@ from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 from vllm_encoder_cg.shapes import choose_shapes
 from vllm_encoder_cg.startup.forward_choice import choose_forward
 from vllm_encoder_cg.startup.known_costs import KnownCosts, usable_cost_file
+from vllm_encoder_cg.startup.memory_meter import give_back_cached
 from vllm_encoder_cg.startup.self_check import SelfCheck
 from vllm_encoder_cg.startup.stopwatch import Stopwatch
 from vllm_encoder_cg.weights import WeightWatch
@@ -247,6 +248,7 @@ class EncoderCudaGraphManager:
                 "No encoder CUDA graph could be captured; the encoder runs eagerly"
             )
             self._graphs = GraphSet.empty(self.device)
+            give_back_cached(self.device)
             return
         self._weights = WeightWatch(self.model)
         if self.device.type == "cuda":
@@ -255,6 +257,9 @@ class EncoderCudaGraphManager:
                 watch.lap("costs")
             if self._ranks.share_items:
                 self._gather.measure()
+        # Of eager forwards.  The runners take what is missing now for graphs, and
+        # leave so much less to the KV cache.
+        give_back_cached(self.device)
         self._executor = BatchExecutor(
             self.adapter,
             self._new_planner(),

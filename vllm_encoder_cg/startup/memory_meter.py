@@ -45,9 +45,7 @@ class MemoryMeter:
 
     def _empty_cache(self) -> None:
         # Without a collection, which takes a good part of a second in an engine.
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        give_back_cached(self.device)
 
     def _used(self) -> tuple[int, int]:
         """Bytes, by PyTorch's count and by the device's."""
@@ -55,6 +53,13 @@ class MemoryMeter:
             return 0, 0
         free, total = torch.cuda.mem_get_info(self.device)
         return torch.cuda.memory_reserved(self.device), total - free
+
+
+def give_back_cached(device: torch.device) -> None:
+    """Returns memory that PyTorch keeps for later to the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int]:
