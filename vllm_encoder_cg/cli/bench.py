@@ -31,10 +31,9 @@ from vllm_encoder_cg.cli.arguments import (
     RandomWeights,
     TrustRemoteCode,
     Verbose,
-    check_catalog,
-    check_folder,
-    check_modalities,
-    check_sample,
+    check_encoder,
+    check_items,
+    check_items_of,
 )
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
@@ -122,16 +121,10 @@ def bench(
     Exit code 2: nothing could be timed by graph, or an argument is wrong.
     """
     begin_output(json)
-    if (model is None) == (architecture is None):
-        fail(
-            "give either --model CHECKPOINT, or --architecture NAME for a sample with "
-            "random weights (names: vllm-encoder-cg models)"
-        )
     try:
-        check_sample(architecture)
-        check_folder(model)
+        check_encoder(model, architecture)
         given = parse_cases(items or [])
-        check_catalog(architecture, (case.batch for case in given))
+        check_items(architecture, (case.batch for case in given))
         extra = _parse_settings(settings)
     except ValueError as error:
         fail(str(error))
@@ -195,8 +188,7 @@ def _run(
     with captured_encoder(options) as manager:
         if not manager.is_captured():
             fail(f"no encoder graphs: {manager.inactive_reason or 'none was captured'}")
-        name = type(manager.model).__name__
-        check_modalities(name, manager.config.modalities, (c.batch for c in cases))
+        check_items_of(manager, (case.batch for case in cases))
         steps = len(cases)
         if growth:
             steps += len(growth_points(max(manager.token_budgets)))

@@ -17,10 +17,9 @@ from vllm_encoder_cg.cli.arguments import (
     RandomWeights,
     TrustRemoteCode,
     Verbose,
-    check_catalog,
-    check_folder,
-    check_modalities,
-    check_sample,
+    check_encoder,
+    check_items,
+    check_items_of,
 )
 from vllm_encoder_cg.cli.environment import prepare_vllm
 from vllm_encoder_cg.cli.output import (
@@ -43,8 +42,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
-    from vllm_encoder_cg.verification import CaseResult
+    from vllm_encoder_cg.verification import CaseResult, Verifier
 
+_SMALL_SIDE = 512
+"""Longest side of the default cases of a small sample."""
 _COLUMNS = (
     "case",
     "items",
@@ -119,17 +120,11 @@ def verify(
     1 if one is not, 2 if there was nothing to compare or an argument is wrong.
     """
     begin_output(json)
-    if (model is None) == (architecture is None):
-        fail(
-            "give either --model CHECKPOINT, or --architecture NAME for a small "
-            "sample (names: vllm-encoder-cg models)"
-        )
     try:
-        check_sample(architecture)
-        check_folder(model)
+        check_encoder(model, architecture)
         given = parse_items(items) if items else None
         if given:
-            check_catalog(architecture, given.batches)
+            check_items(architecture, given.batches)
         options = EncoderOptions(
             model=model,
             architecture=architecture,
@@ -147,38 +142,14 @@ def verify(
     except ValueError as error:
         fail(str(error))
     prepare_vllm(offline=model is None, verbose=verbose)
-
-    from vllm_encoder_cg.verification import Verifier, standard_cases
-
     with contextlib.ExitStack() as stack:
         try:
             manager = stack.enter_context(captured_encoder(options))
         except Exception as error:  # of an option, or no such checkpoint
             fail_with(error, verbose=verbose)
-        try:
-            verifier = Verifier(manager, tolerance=tolerance, seed=seed)
-        except ValueError as error:
-            # Every graph failed or differed, or there cannot be any.
-            fail(str(error), code=1 if manager.active else 2)
-        if given:
-            try:
-                name, modalities = (
-                    type(manager.model).__name__,
-                    manager.config.modalities,
-                )
-                check_modalities(name, modalities, given.batches)
-            except ValueError as error:
-                fail(str(error))
-        cases = (
-            [given]
-            if given
-            else standard_cases(
-                manager,
-                largest_side=largest_side or (512 if options.is_small else FULL_SIDE),
-                random_batches=batches,
-                seed=seed,
-            )
-        )
+        verifier = _make_verifier(manager, tolerance, seed)
+        longest = largest_side or (_SMALL_SIDE if options.is_small else FULL_SIDE)
+        cases = _choose_cases(manager, given, longest, batches, seed)
         if poison:
             cases = [replace(case, poison=True) for case in cases]
         try:
@@ -215,7 +186,43 @@ def _parse_budgets(text: str | None) -> tuple[int, ...]:
         raise ValueError(f"budgets: got {text!r}; use integers: 64,256,1024") from None
 
 
-def _run(verifier: Any, cases: list[Case]) -> list[CaseResult]:
+def _make_verifier(
+    manager: EncoderCudaGraphManager, tolerance: float | None, seed: int
+) -> Verifier:
+    from vllm_encoder_cg.verification import Verifier
+
+    try:
+        return Verifier(manager, tolerance=tolerance, seed=seed)
+    except ValueError as error:
+        # Every graph failed or differed, or there cannot be any.
+        fail(str(error), code=1 if manager.active else 2)
+
+
+def _choose_cases(
+    manager: EncoderCudaGraphManager,
+    given: Case | None,
+    largest_side: int,
+    random_batches: int,
+    seed: int,
+) -> list[Case]:
+    """The one that was given, or the default ones."""
+    from vllm_encoder_cg.verification import standard_cases
+
+    if given is None:
+        return standard_cases(
+            manager,
+            largest_side=largest_side,
+            random_batches=random_batches,
+            seed=seed,
+        )
+    try:
+        check_items_of(manager, given.batches)
+    except ValueError as error:
+        fail(str(error))
+    return [given]
+
+
+def _run(verifier: Verifier, cases: list[Case]) -> list[CaseResult]:
     results = []
     with progress_bar(len(cases)) as begin:
         for case in cases:
