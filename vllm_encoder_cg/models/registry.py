@@ -36,6 +36,9 @@ _ADAPTERS: dict[str, str] = {
 models have towers, tile sizes or output layouts of their own, so they do not
 match."""
 
+_POOLING_MODELS = "vllm.model_executor.models.adapters"
+"""Where vLLM derives pooling models from others."""
+
 
 def adapted_architectures() -> tuple[str, ...]:
     """Class names of all models that have an adapter."""
@@ -60,9 +63,12 @@ def load_adapter(architecture: str) -> type[EncoderAdapter]:
 
 
 def find_adapter(model: Any) -> type[EncoderAdapter] | None:
-    """The adapter class for a loaded vLLM model, by its exact class; None if
-    there is none, as for a class of that name from elsewhere."""
+    """The adapter class for a loaded vLLM model, by its exact class or the one
+    that vLLM made a pooling model of; None if there is none, as for a class of that
+    name from elsewhere."""
     cls = model if isinstance(model, type) else type(model)
+    # To embed or classify, vLLM derives from the class, which keeps its encoder.
+    cls = next(base for base in cls.__mro__ if base.__module__ != _POOLING_MODELS)
     if cls.__name__ not in _ADAPTERS or not cls.__module__.startswith("vllm."):
         return None
     return load_adapter(cls.__name__)
