@@ -4,55 +4,145 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.multi_gpu.__main__ import describe, is_wrong, main, parse_arguments
+from benchmarks.multi_gpu import __main__ as script
+from benchmarks.multi_gpu import on_ranks
+from benchmarks.multi_gpu.__main__ import main, parse_arguments
+from benchmarks.multi_gpu.processes import Job, run_jobs
+from benchmarks.multi_gpu.results import (
+    NOT_BEGUN,
+    Results,
+    Row,
+    TimeLimit,
+    describe,
+    is_wrong,
+)
+from benchmarks.multi_gpu.setup import Encoder
+from benchmarks.multi_gpu.tokens import Engine, list_engines, rows_of
 
 ARCHITECTURE = "InternVLChatModel"
 
 
+def read(folder: Path, ranks: int, part: str) -> list[Row]:
+    lines = (folder / f"multi-gpu-{ranks}.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["part"] == part]
+
+
 def test_checks_and_times_an_encoder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = main(
         f"--ranks 2 --vision small --output {tmp_path} --parts correctness timing "
         f"--architectures {ARCHITECTURE} --modes data --backends TORCH_SDPA "
-        "--batches 2 --rounds 3".split()
+        "--batches 1 --rounds 3".split()
     )
-    lines = capsys.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     assert code == 0, lines
-    (checked,) = json.loads((tmp_path / "correctness-2.json").read_text())
+    (checked,) = read(tmp_path, 2, "correctness")
     assert checked["problems"] == [] and checked["error"] < 1e-4
     assert checked["replayed"] > 0 and checked["eager"] > 0
-    timed = json.loads((tmp_path / "timing-2.json").read_text())
+    timed = read(tmp_path, 2, "timing")
     ways = [row["way"] for row in timed if "way" in row]
-    assert ways == ["eager", "ours"]
+    assert ways == ["eager", "ours, budgets of in-tree", "ours"]
     assert {row["exchange"] for row in timed if "exchange" in row} >= {
         "vote",
         "all_gather, equal",
     }
     assert any(line.endswith("right") for line in lines)
-    assert sum("P99" in line for line in lines) == 2
+    assert sum("P99" in line for line in lines) == 3
+    assert lines[-1].startswith("verdict: ok: 1 of correctness, ")
 
 
 def test_a_part_that_fails_is_told_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_part(part: str, ranks: int, options: Any) -> list[dict[str, Any]]:
+    def run_part(
+        part: str, ranks: int, options: Any, results: Results, limit: TimeLimit
+    ) -> None:
+        timed = {"encoder": "some", "way": "ours", "mean_ms": 1.0, "p99_ms": 2.0}
+        results.add({"part": part, **timed})
         if part == "correctness":
             raise RuntimeError("no such GPU")
-        return [{"encoder": "some", "way": "ours", "mean_ms": 1.0, "p99_ms": 2.0}]
 
-    monkeypatch.setattr("benchmarks.multi_gpu.__main__.run_part", run_part)
+    monkeypatch.setattr(script, "run_part", run_part)
     code = main(["--ranks", "3", "--output", str(tmp_path)])
     output = capsys.readouterr().out
     assert code == 1
-    assert "correctness: RuntimeError: no such GPU" in output
-    assert output.count("some, ours") == 3
-    assert (tmp_path / "mm-processor-3.json").exists()
+    assert "correctness, the rest: RuntimeError: no such GPU" in output
+    assert output.count("some, ours") == 4  # that of the failed part, too
+    assert "verdict: 1 PROBLEMS: correctness, the rest: Runtime" in output
+    assert len(read(tmp_path, 3, "correctness")) == 2
+
+
+def test_asked_to_end_it_tells_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_part(part: str, *_: Any) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(script, "run_part", run_part)
+    assert main(["--ranks", "3", "--output", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "correctness, the rest: ended"
+    assert lines[-1].startswith("verdict: 4 PROBLEMS: correctness, the rest: ended")
+
+
+def test_what_there_is_no_time_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "run_part", lambda *_: pytest.fail("begun"))
+    code = main(["--ranks", "3", "--output", str(tmp_path), "--limit-s", "1"])
+    assert code == 1
+    output = capsys.readouterr().out
+    for part in script.PARTS:
+        assert f"{part}, all of it: {NOT_BEGUN}" in output
+
+
+def test_a_part_without_any_result_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "run_part", lambda *_: None)
+    assert main(["--ranks", "3", "--output", str(tmp_path), "--parts", "timing"]) == 1
+
+
+def test_encoders_behind_one_that_fails_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_encoder_cg.samples import rank_processes
+
+    encoders = [Encoder("A", mode) for mode in ("one", "two", "three")]
+    results = Results(tmp_path / "rows.jsonl")
+    starts = []
+
+    def run_on_ranks(
+        function: Any, size: int, left: list[Encoder], *_: Any, **options: Any
+    ) -> None:
+        starts.append([encoder.mode for encoder in left])
+        for encoder in left:
+            if encoder.mode == "two":
+                raise rank_processes.RankError("rank 1 ended")
+            results.add({"part": "p", "step": "", "encoder": str(encoder), **WELL})
+
+    monkeypatch.setattr(rank_processes, "run_on_ranks", run_on_ranks)
+    limit = TimeLimit(100, 100)
+    on_ranks.run_encoders("p", lambda: None, 2, encoders, results, limit)
+    assert starts == [["one", "two", "three"], ["three"]]
+    first, second, third = results.rows()
+    assert first["encoder"].startswith("A, one") and third["encoder"].startswith(
+        "A, three"
+    )
+    assert second["step"].startswith("A, two") and second["problems"] == [
+        "rank 1 ended"
+    ]
+
+
+WELL = {"problems": []}
 
 
 @pytest.mark.parametrize(
@@ -73,19 +163,179 @@ def test_lines_of_the_table() -> None:
     row = {
         "engine": "V1, tensor parallel, data",
         "equal_tokens": False,
+        "equal_prompts": "3 of 4 prompts",
         "graphs_by_rank": [4, 0],
         "hits_by_rank": [9, 0],
         "problems": ["a rank has no graphs"],
     }
     line = describe(row)
-    assert "OTHER TOKENS; graphs by rank [4, 0], hits [9, 0]: a rank has" in line
+    assert (
+        "OTHER TOKENS in 3 of 4 prompts; graphs by rank [4, 0], hits [9, 0]; a" in line
+    )
     exchange = {"exchange": "vote", "us": 81.4, "chosen": True}
     assert describe(exchange).split() == ["vote", "81", "us", "(chosen)"]
 
 
-def test_a_negative_number_of_ranks_is_refused(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--ranks", "-1"),
+        ("--rounds", "1"),
+        ("--limit-s", "0"),
+        ("--step-limit-s", "-1"),
+    ],
+)
+def test_a_wrong_number_is_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse_arguments(["--ranks", "-1"])
-    assert "--ranks: got -1" in capsys.readouterr().err
+        parse_arguments([option, value])
+    assert f"{option}: got {value}" in capsys.readouterr().err.replace(".0;", ";")
+
+
+def test_vllm_needs_no_multicast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in script.ENVIRONMENT:
+        monkeypatch.setenv(name, "of the user")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(script, "run_part", lambda *_: None)
+    main(["--ranks", "3", "--output", str(tmp_path)])
+    assert all(os.environ[name] == "0" for name in script.ENVIRONMENT)
+
+
+# -- Engines -----------------------------------------------------------------------
+
+
+def test_as_few_engines_as_show_it() -> None:
+    engines = list_engines(4, "small")
+    names = [engine.name for engine in engines]
+    assert names == [
+        "V1, tensor parallel, data",
+        "V1, tensor parallel, data, without the flag",
+        "V1, two stages",
+        "V1, tensor parallel, weights",
+    ]
+    stages = engines[2]
+    assert stages.arguments["pipeline_parallel_size"] == 2
+    assert stages.arguments["tensor_parallel_size"] == stages.encoding_ranks == 2
+    graphs = [
+        engine.arguments["compilation_config"].get("cudagraph_mm_encoder", False)
+        for engine in engines
+    ]
+    assert graphs == [True, False, True, True]
+
+
+def found(graphs: list[int], tokens: list[list[int]] | None = None) -> dict[str, Any]:
+    stats = [
+        {"num_budgets": count, "graph_hits": count, "items": 9} if count else None
+        for count in graphs
+    ]
+    tokens = tokens or [[1], [2]]
+    return {"tokens": tokens, "tokens_of_own_path": [[1], [2]], "stats": stats}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "tokens", "problem"),
+    [
+        ([5, 5, 0, 0], None, None),
+        ([5, 0, 0, 0], None, "a rank that encodes has no graphs"),
+        ([5, 5, 5, 0], None, "a stage that encodes nothing has graphs"),
+        ([5, 5, 0, 0], [[1], [3]], "equal in 1 of 2"),
+    ],
+)
+def test_what_is_wrong_with_an_engine(
+    graphs: list[int], tokens: list[list[int]] | None, problem: str | None
+) -> None:
+    engine = Engine("V2", "two stages", {}, {}, True, 2)
+    (row,) = rows_of(engine, {engine.name: found(graphs, tokens)})
+    assert is_wrong(row) == (problem is not None)
+    if tokens is None:
+        assert row["problems"] == ([problem] if problem else [])
+    else:
+        assert row["equal_prompts"] == "1 of 2 prompts"
+
+
+@pytest.mark.parametrize("flag_last", [True, False])
+def test_an_engine_without_the_flag_is_compared_when_both_are_there(
+    flag_last: bool,
+) -> None:
+    pair = [Engine("V1", "data", {}, {}, graphs, 2) for graphs in (False, True)]
+    results: dict[str, dict[str, Any]] = {}
+    rows = []
+    for engine in pair if flag_last else reversed(pair):
+        results[engine.name] = found([5, 5] if engine.graphs else [0, 0])
+        rows += list(rows_of(engine, results))
+    assert sorted(row["engine"] for row in rows) == [
+        "V1, data",
+        "V1, data, against one without the flag",
+    ]
+    assert not any(map(is_wrong, rows))
+
+
+# -- Processes ---------------------------------------------------------------------
+
+LEAVES_A_CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").write(str(child.pid))
+print("was here")
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_for_end(pid: int) -> bool:
+    for _ in range(100):
+        if not is_alive(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("how", ["ends", "hangs", "is left"])
+def test_no_process_is_left_behind(how: str, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = LEAVES_A_CHILD + ("" if how == "ends" else "import time; time.sleep(600)")
+    job = Job("some", ["-c", program, str(pid_file)])
+    jobs = run_jobs([job], tmp_path, TimeLimit(60, 2.0))
+    if how == "is left":
+        following = run_jobs(
+            [Job("quick", ["-c", ""]), job], tmp_path, TimeLimit(60, 9), 2
+        )
+        next(following)
+        for _ in range(200):
+            if pid_file.exists() and pid_file.read_text():
+                break
+            time.sleep(0.05)
+        following.close()
+    else:
+        ((_, outcome),) = jobs
+        assert "was here" in outcome.log or how == "hangs"
+        assert (outcome.error is None) == (how == "ends")
+        if how == "hangs":
+            assert outcome.error is not None and "took more than 2 s" in outcome.error
+    assert wait_for_end(int(pid_file.read_text()))
+
+
+def test_a_program_that_fails_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    jobs = [
+        Job("a/b", ["-c", "raise SystemExit('no such card')"]),
+        Job("c", ["-c", ""]),
+    ]
+    first, second = run_jobs(jobs, tmp_path, TimeLimit(60, 60))
+    assert first[1].error is not None
+    assert "exit code 1" in first[1].error and "no such card" in first[1].error
+    assert second[1].error is None
+
+
+def test_what_does_not_begin_in_time_is_told(tmp_path: Path) -> None:
+    jobs = [Job("a", ["-c", ""]), Job("b", ["-c", ""])]
+    outcomes = [outcome for _, outcome in run_jobs(jobs, tmp_path, TimeLimit(1, 1))]
+    assert [outcome.error for outcome in outcomes] == [NOT_BEGUN] * 2

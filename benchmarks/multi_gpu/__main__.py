@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the parts and prints one short table last.
+"""Runs the parts, within a time, and prints what is wrong last.
 
 ::
 
     python -m benchmarks.multi_gpu --ranks 4 --output results
+
+Every result is in the output folder, and printed, as soon as there is one.  What fails,
+takes too long or could not be begun is named there, and the exit code is 1.
 
 Without GPUs, ``--vision small`` runs the same on the CPU over gloo.
 """
@@ -11,34 +14,58 @@ Without GPUs, ``--vision small`` runs the same on the CPU over gloo.
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 import tempfile
-import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
+from benchmarks.multi_gpu.results import (
+    NOT_BEGUN,
+    Results,
+    TimeLimit,
+    describe,
+    is_wrong,
+)
 from benchmarks.multi_gpu.setup import ARCHITECTURES, QWEN3, Encoder
+from vllm_encoder_cg.benchmarking.scripts import prepare_environment, verdict_line
 
-PARTS = ("correctness", "timing", "tokens", "mm-processor")
+PARTS = ("correctness", "timing", "mm-processor", "tokens")
 MODES = ("data", "weights")
+
+# vLLM has further all-reduces, which need NVLink multicast: not every machine, and no
+# virtual one, can share it.  All ways are compared without.
+ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.multi_gpu")
     add = parser.add_argument
     add("--ranks", type=int, default=0, help="GPUs to use (default: all)")
-    add("--output", type=Path, default=Path("multi-gpu"), help="folder of the JSON")
+    add("--output", type=Path, default=Path("multi-gpu"), help="folder of the results")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--vision", choices=("released", "small"), default="released")
     add("--architectures", nargs="+", default=list(ARCHITECTURES))
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
     add("--backends", nargs="+", default=["FLASH_ATTN", "FLASHINFER"])
-    add("--batches", type=int, default=50, help="random batches per encoder")
+    add("--batches", type=int, default=50, help="random batches, or prompts")
     add("--rounds", type=int, default=200, help="timed requests per way")
+    add("--jobs", type=int, default=0, help="engines at once, in part tokens")
+    limit = ("--limit-s", "--stop-after")
+    add(*limit, type=float, default=3600, help="seconds for all parts together")
+    add("--step-limit-s", type=float, default=300, help="for each start of ranks")
     options = parser.parse_args(arguments)
-    if options.ranks < 0:
-        parser.error(f"--ranks: got {options.ranks}; use a positive number")
+    for name in ("ranks", "batches", "jobs"):
+        if getattr(options, name) < 0:
+            value = getattr(options, name)
+            parser.error(f"--{name}: got {value}; use a positive number")
+    if options.rounds < 2:
+        parser.error(f"--rounds: got {options.rounds}; use at least 2")
+    for name in ("limit_s", "step_limit_s"):
+        if not getattr(options, name) > 0:
+            value = getattr(options, name)
+            option = name.replace("_", "-")
+            parser.error(f"--{option}: got {value}; use a positive number")
     return options
 
 
@@ -50,88 +77,95 @@ def count_gpus() -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    limit = TimeLimit(options.limit_s, options.step_limit_s)
     ranks = options.ranks or count_gpus()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     options.output.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    begin = time.monotonic()
+    results = Results(options.output / f"multi-gpu-{ranks}.jsonl")
+    results.path.write_text("")
     for part in options.parts:
+        if limit.is_up:
+            results.add_problem(part, "all of it", NOT_BEGUN)
+            continue
         try:
-            found = run_part(part, ranks, options)
+            run_part(part, ranks, options, results, limit)
+        except SystemExit:  # asked to end: what there is is still told
+            results.add_problem(part, "the rest", "ended")
+            break
         except Exception as error:
             # The other parts may still show something.
-            found = [{"part": part, "problems": [f"{type(error).__name__}: {error}"]}]
-        (options.output / f"{part}-{ranks}.json").write_text(
-            json.dumps(found, indent=2) + "\n"
-        )
-        print(f"{part}: {time.monotonic() - begin:.0f} s since start", flush=True)
-        rows += found
-    print("\n".join(map(describe, rows)))
-    return int(any(is_wrong(row) for row in rows))
+            problem = f"{type(error).__name__}: {str(error)[-3000:]}"
+            results.add_problem(part, "the rest", problem)
+        print(f"{part}: {limit.seconds - limit.left:.0f} s since start", flush=True)
+    return report(results, options.parts)
+
+
+def report(results: Results, parts: list[str]) -> int:
+    """Prints what is wrong and how many results there are; the exit code."""
+    rows = results.rows()
+    counts = Counter(row["part"] for row in rows)
+    problems = [describe(row) for row in rows if is_wrong(row)]
+    problems += [f"{part}: no result" for part in parts if not counts[part]]
+    print("\n".join(problem[:300] for problem in problems))
+    print(verdict_line(", ".join(f"{counts[p]} of {p}" for p in parts), problems))
+    return int(bool(problems))
 
 
 def run_part(
-    part: str, ranks: int, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """The rows of one part."""
+    part: str,
+    ranks: int,
+    options: argparse.Namespace,
+    results: Results,
+    limit: TimeLimit,
+) -> None:
+    """Adds the rows of one part."""
     if part == "correctness":
         from benchmarks.multi_gpu.correctness import check
 
-        return [
-            vars(result)
-            for name in options.architectures
-            for result in check(
-                [Encoder(name, mode, options.vision) for mode in options.modes],
-                ranks,
-                options.batches,
-            )
-        ]
+        for name in options.architectures:
+            encoders = [Encoder(name, mode, options.vision) for mode in options.modes]
+            if limit.is_up:
+                results.add_problem(part, name, NOT_BEGUN)
+                continue
+            try:
+                check(encoders, ranks, options.batches, results, limit)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {str(error)[-3000:]}"
+                results.add_problem(part, name, problem)
+        return
     if part == "timing":
         from benchmarks.multi_gpu.timing import time_encoders
 
         encoders = [
-            Encoder(QWEN3, mode, options.vision, backend)
-            for backend in options.backends
+            Encoder(QWEN3, mode, options.vision, backend, videos=False)
             for mode in options.modes
+            for backend in options.backends
         ]
-        return time_encoders(encoders, ranks, options.rounds)
-    from benchmarks.multi_gpu.engines import bench_mm_processor, compare_tokens
-
-    with tempfile.TemporaryDirectory(prefix="multi-gpu-") as folder:
+        time_encoders(encoders, ranks, options.rounds, results, limit)
+        return
+    with tempfile.TemporaryDirectory(prefix="multi-gpu-") as name:
+        folder = Path(name)
         if part == "tokens":
-            return compare_tokens(ranks, options.vision, Path(folder))
-        return bench_mm_processor(
-            ranks, options.vision, options.backends, Path(folder), options.batches
+            from benchmarks.multi_gpu.tokens import compare_tokens
+
+            # On GPUs their starts, which take most of the time, may overlap.
+            at_once = options.jobs or (1 if options.vision == "small" else 4)
+            compare_tokens(ranks, options.vision, folder, results, limit, at_once)
+            return
+        from benchmarks.multi_gpu.bench_processor import bench_mm_processor
+
+        bench_mm_processor(
+            ranks,
+            options.vision,
+            options.backends,
+            folder,
+            options.batches,
+            results,
+            limit,
         )
-
-
-def is_wrong(row: dict[str, Any]) -> bool:
-    return bool(row.get("problems")) or row.get("equal_tokens") is False
-
-
-def describe(row: dict[str, Any]) -> str:
-    """One line of the table."""
-    if "exchange" in row:
-        chosen = " (chosen)" if row.get("chosen") else ""
-        return f"{row['exchange']:<44} {row['us']:9.0f} us{chosen}"
-    if "mean_ms" in row:
-        name = f"{row.get('encoder') or row['bench']}, {row['way']}"
-        return f"{name:<72} mean {row['mean_ms']:8.2f}  P99 {row['p99_ms']:8.2f} ms"
-    if "equal_tokens" in row:
-        tokens = "equal tokens" if row["equal_tokens"] else "OTHER TOKENS"
-        return (
-            f"{row['engine']:<44} {tokens}; graphs by rank {row['graphs_by_rank']}, "
-            f"hits {row['hits_by_rank']}{': ' if row['problems'] else ''}"
-            f"{'; '.join(row['problems'])}"
-        )
-    if "replayed" in row:
-        verdict = "; ".join(row["problems"][:3]) or "right"
-        return (
-            f"{row['encoder']:<56} as {row['mode']:<8} {row['batches']} batches, "
-            f"error {row['error']:.1e}, {row['replayed']} items by graph, "
-            f"{row['eager']} eagerly: {verdict}"
-        )
-    return f"{row['part']}: {'; '.join(row['problems'])}"
 
 
 if __name__ == "__main__":
+    prepare_environment()
     sys.exit(main())

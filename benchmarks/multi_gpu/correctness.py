@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from benchmarks.multi_gpu.on_ranks import run_encoders
+from benchmarks.multi_gpu.results import Results, TimeLimit
 from benchmarks.multi_gpu.setup import (
     DEEPSEEK,
     Encoder,
@@ -20,6 +24,7 @@ from benchmarks.multi_gpu.setup import (
 from vllm_encoder_cg.verification_cases import MediaBatch, default_cases, images
 
 _WITH_DROPPED_GRAPHS = 10
+_WITH_FAILURES = 5
 
 
 @dataclass
@@ -41,21 +46,44 @@ class Correctness:
 
 
 def check(
-    encoders: list[Encoder], ranks: int, random_batches: int
-) -> list[Correctness]:
-    """Fixed and random batches, then some again with graphs missing on a rank.
+    encoders: list[Encoder],
+    ranks: int,
+    random_batches: int,
+    results: Results,
+    limit: TimeLimit,
+) -> None:
+    """Fixed and random batches, then some again with graphs missing on a rank, and
+    one that raises on a rank; a row per mode.
 
     Args:
         encoders: alike but for their modes.
+
+    Raises:
+        RankError: the model could not be run on a single rank.
     """
     from vllm_encoder_cg.samples.rank_processes import run_on_ranks
 
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as name:
         checkpoint = write_encoder(encoders[0], ranks, Path(name))
         batches = make_batches(encoders[0], random_batches)
-        run_on_ranks(write_references, 1, encoders[0], checkpoint, batches)
-        of_ranks = run_on_ranks(check_on_rank, ranks, encoders, checkpoint, batches)
-    return [_join(of_encoder) for of_encoder in zip(*of_ranks, strict=True)]
+        run_on_ranks(
+            write_references,
+            1,
+            encoders[0],
+            checkpoint,
+            batches,
+            timeout_s=limit.of_step,
+        )
+        run_encoders(
+            "correctness",
+            check_on_rank,
+            ranks,
+            encoders,
+            results,
+            limit,
+            checkpoint,
+            batches,
+        )
 
 
 def _join(of_ranks: Sequence[Correctness]) -> Correctness:
@@ -76,17 +104,22 @@ def make_batches(encoder: Encoder, random_batches: int) -> list[MediaBatch]:
     tiles = encoder.architecture == DEEPSEEK
     modalities = ["image"] if tiles else ["image", "video"]
     large = (3 * side, 3 * side)
+    # 20 images, as the reference design's workload has; any of DeepSeek-OCR's becomes
+    # one of 1024x1024, of which a CPU can take few.
+    many = 3 if small and tiles else 20
     fixed = [
         images((side // 2, side // 2)),
-        images((side, side), *[(side // 8, side // 8)] * 6),
-        images(*[(side // 3, side // 3)] * (3 if small else 20)),
+        images((side, side // 2), (side // 4, side)),
+        images((side // 2, side), (side // 4, side), (side, side // 3)),
+        images((side, side), *[(side // 8, side // 8)] * min(6, many)),
+        images(*[(side // 3, side // 3)] * many),
         images((side // 2, side // 2), large, (side // 4, side // 2)),
         images(large),
     ]
     if not random_batches:
         return fixed
     cases = default_cases(
-        modalities, 20, largest_side=2 * side, random_batches=random_batches
+        modalities, many, largest_side=2 * side, random_batches=random_batches
     )
     return [*fixed, *cases[-1].batches]
 
@@ -124,21 +157,24 @@ def check_on_rank(
     rank: int,
     ranks: int,
     encoders: list[Encoder],
+    results: Results,
     checkpoint: Path,
     batches: list[MediaBatch],
-) -> list[Correctness]:
+) -> None:
     """This rank's outputs against the files, once per mode that vLLM comes to."""
-    results: list[Correctness] = []
+    modes: set[str] = set()
     for encoder in encoders:
         with built(encoder, ranks, checkpoint) as manager:
             multimodal = manager.vllm_config.model_config.multimodal_config
             mode = multimodal.mm_encoder_tp_mode
-            if mode in [result.mode for result in results]:
+            if mode in modes:
                 continue
+            modes.add(mode)
             result = Correctness(str(encoder), ranks, mode)
             _check_batches(manager, rank, checkpoint, batches, result)
-            results.append(result)
-    return results
+            of_ranks = manager._ranks.everyone(result)
+            if rank == 0:
+                results.add({"part": "correctness"} | vars(_join(of_ranks)))
 
 
 def _check_batches(
@@ -156,7 +192,11 @@ def _check_batches(
         result.problems.append(f"no graphs: {manager.inactive_reason}")
     for seed, batch in enumerate(batches):
         _compare(manager, batch, seed, checkpoint, result)
-    if result.ranks > 1 and result.mode == "data" and rank == result.ranks - 1:
+    alone = result.mode == "data" and rank == result.ranks - 1
+    with _failing(manager, alone or result.mode == "weights"):
+        for seed, batch in list(enumerate(batches))[:_WITH_FAILURES]:
+            _compare(manager, batch, seed, checkpoint, result)
+    if result.ranks > 1 and alone:
         for key in list(manager._graphs.graphs)[::2]:
             manager._graphs.drop(key)
         manager._make_planner()
@@ -164,6 +204,15 @@ def _check_batches(
         _compare(manager, batch, seed, checkpoint, result)
     result.replayed = manager.stats.hits
     result.eager = manager.stats.misses.total()
+
+
+def _failing(manager: Any, fails: bool) -> AbstractContextManager[Any]:
+    """Batches raise on this rank when they are to be replayed."""
+    if not fails:
+        return nullcontext()
+    return mock.patch.object(
+        manager.adapter, "fill", side_effect=RuntimeError("of the check")
+    )
 
 
 def _compare(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times an encoder on several ranks: eager, vLLM's in-tree manager, ours.
+"""Times an encoder on several ranks: eager, vLLM's in-tree manager, ours, and ours
+with the in-tree manager's budgets.
 
 The workload is the reference design's: 20 images of 336x336 per request, which
 the processor scales to 352x352.  All ways take turns, every rank starts a request
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.multi_gpu.on_ranks import run_encoders
+from benchmarks.multi_gpu.results import Results, Row, TimeLimit
 from benchmarks.multi_gpu.setup import (
     Encoder,
     built,
@@ -27,36 +30,59 @@ from benchmarks.multi_gpu.setup import (
     write_encoder,
 )
 
-IN_TREE_BUDGETS = [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864]
+IN_TREE_BUDGETS = {
+    "released": [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864],
+    "small": [64, 128, 256],
+}
 IN_TREE_ITEMS = 8
 
 Call = Callable[[], Any]
-Row = dict[str, Any]
 
 
-def time_encoders(encoders: list[Encoder], ranks: int, rounds: int) -> list[Row]:
-    """Per encoder a row per way, with mean and P99 in ms; then the exchange's parts.
+def time_encoders(
+    encoders: list[Encoder],
+    ranks: int,
+    rounds: int,
+    results: Results,
+    limit: TimeLimit,
+) -> None:
+    """Per encoder a row per way, with mean and P99 in ms; after the first, those of
+    the exchange's parts.
 
     Args:
         encoders: of one architecture and size.
     """
-    from vllm_encoder_cg.samples.rank_processes import run_on_ranks
-
     with tempfile.TemporaryDirectory(prefix="multi-gpu-") as folder:
         checkpoint = write_encoder(encoders[0], ranks, Path(folder))
-        return run_on_ranks(time_on_rank, ranks, encoders, checkpoint, rounds)[0]
+        run_encoders(
+            "timing",
+            time_on_rank,
+            ranks,
+            encoders,
+            results,
+            limit,
+            checkpoint,
+            rounds,
+            encoders[0],
+        )
 
 
 def time_on_rank(
-    rank: int, ranks: int, encoders: list[Encoder], checkpoint: Path, rounds: int
-) -> list[Row]:
-    rows: list[Row] = []
+    rank: int,
+    ranks: int,
+    encoders: list[Encoder],
+    results: Results,
+    checkpoint: Path,
+    rounds: int,
+    with_exchange: Encoder,
+) -> None:
     for encoder in encoders:
         with built(encoder, ranks, checkpoint) as manager:
-            rows += _time_ways(manager, encoder, ranks, rounds)
-            if encoder is encoders[-1] and ranks > 1:
+            rows = _time_ways(manager, encoder, ranks, rounds)
+            if encoder == with_exchange and ranks > 1:
                 rows += _time_exchange(manager, rounds)
-    return rows
+            for row in rows if rank == 0 else []:
+                results.add({"part": "timing"} | row)
 
 
 def _time_ways(manager: Any, encoder: Encoder, ranks: int, rounds: int) -> list[Row]:
@@ -72,8 +98,12 @@ def _time_ways(manager: Any, encoder: Encoder, ranks: int, rounds: int) -> list[
         "eager": lambda: manager.model.embed_multimodal(**mm_kwargs)
     }
     if not current_platform.is_cpu():
-        in_tree = _in_tree_manager(manager)
+        from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+        in_tree = _with_budgets(manager, EncoderCudaGraphManager, encoder)
         calls["in-tree"] = lambda: in_tree.execute(mm_kwargs)
+    alike = _with_budgets(manager, type(manager), encoder)
+    calls["ours, budgets of in-tree"] = lambda: encode(alike, mm_kwargs)
     calls["ours"] = lambda: encode(manager, mm_kwargs)
     return [
         {
@@ -88,18 +118,15 @@ def _time_ways(manager: Any, encoder: Encoder, ranks: int, rounds: int) -> list[
     ]
 
 
-def _in_tree_manager(ours: Any) -> Any:
-    """vLLM's own, captured with the reference design's budgets."""
-    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-
+def _with_budgets(ours: Any, manager_class: Any, encoder: Encoder) -> Any:
+    """A manager for the model of `ours`, captured with the reference design's
+    budgets."""
     fields = {
-        "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS,
+        "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS[encoder.vision],
         "encoder_cudagraph_max_vision_items_per_batch": IN_TREE_ITEMS,
     }
     with _changed(ours.vllm_config.compilation_config, fields):
-        manager = EncoderCudaGraphManager(
-            ours.vllm_config, ours.device, ours.dtype, ours.model
-        )
+        manager = manager_class(ours.vllm_config, ours.device, ours.dtype, ours.model)
     capture(manager)
     return manager
 

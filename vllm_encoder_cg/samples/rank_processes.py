@@ -67,12 +67,14 @@ def run_on_ranks(
                 rank = ends.pop(end)
                 results[rank] = _receive(end, rank)
     finally:
-        for process in processes:
-            if len(results) < size:
+        if len(results) < size:
+            for process in processes:
                 process.terminate()
-            process.join(timeout=30)
+        for process in processes:
+            process.join(timeout=30 if len(results) == size else 5)
             if process.is_alive():
                 process.kill()
+                process.join()
     return [results[rank] for rank in range(size)]
 
 

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm bench mm-processor`` on several ranks: ours, in-tree, eager."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.multi_gpu.engines import engine_args, make_checkpoint
+from benchmarks.multi_gpu.processes import Job, Outcome, run_jobs
+from benchmarks.multi_gpu.results import Results, TimeLimit
+from benchmarks.multi_gpu.timing import IN_TREE_BUDGETS, IN_TREE_ITEMS
+from vllm_encoder_cg.benchmarking.engine_options import as_options
+from vllm_encoder_cg.integration.environment import DISABLE
+
+_ACTIVE = re.compile(r"vllm-encoder-cg \S+ active for")
+
+
+def bench_mm_processor(
+    ranks: int,
+    vision: str,
+    backends: list[str],
+    folder: Path,
+    prompts: int,
+    results: Results,
+    limit: TimeLimit,
+) -> None:
+    """A row per backend and way; one engine after the other, as they are timed."""
+    checkpoint = make_checkpoint(ranks, vision, folder)
+    in_tree = {
+        "cudagraph_mm_encoder": True,
+        "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS[vision],
+        "encoder_cudagraph_max_vision_items_per_batch": IN_TREE_ITEMS,
+    }
+    ways: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+        "ours": ({"cudagraph_mm_encoder": True}, {}),
+        "in-tree": (in_tree, {DISABLE: "1"}),
+        "eager": ({}, {}),
+    }
+    jobs, places = [], {}
+    for backend in backends:
+        for way, (graphs, environment) in ways.items():
+            name = f"mm-processor, {backend}, {way}"
+            output = folder / f"{backend}-{way}.json"
+            options = _options(ranks, vision, graphs, prompts) | {
+                "model": str(checkpoint),
+                "mm_encoder_attn_backend": backend,
+                "output_json": str(output),
+            }
+            program = ["-m", "vllm.entrypoints.cli.main", "bench", "mm-processor"]
+            jobs.append(Job(name, [*program, *as_options(options)], environment))
+            places[name] = (backend, way, output)
+    for job, outcome in run_jobs(jobs, folder, limit):
+        backend, way, output = places[job.name]
+        problem = outcome.error or _find_problem(way, outcome)
+        if problem:
+            results.add_problem("mm-processor", job.name, problem)
+            continue
+        measured = json.loads(output.read_text())
+        forward = measured["mm_processor_stats"]["encoder_forward_ms"]
+        results.add(
+            {
+                "part": "mm-processor",
+                "bench": f"mm-processor, {backend}",
+                "ranks": ranks,
+                "way": way,
+                "requests": measured["completed"],
+                "mean_ms": forward["mean"],
+                "p99_ms": forward.get("p99") or forward["p99.0"],
+            }
+        )
+
+
+def _find_problem(way: str, outcome: Outcome) -> str | None:
+    active = bool(_ACTIVE.search(outcome.log))
+    if active == (way == "ours"):
+        return None
+    return f"this package's graphs are {'' if active else 'not '}active"
+
+
+def _options(
+    ranks: int, vision: str, graphs: dict[str, Any], prompts: int
+) -> dict[str, Any]:
+    """The reference design's workload: 20 images of 336x336 per request."""
+    count, side = (4, 128) if vision == "small" else (20, 336)
+    return engine_args(vision, **graphs) | {
+        "tensor_parallel_size": ranks,
+        "mm_encoder_tp_mode": "data",
+        "limit_mm_per_prompt": {"image": count, "video": 0},
+        "dataset_name": "random-mm",
+        "num_prompts": prompts,
+        "num_warmups": 5,
+        "random_input_len": 8,
+        "output_len": 2,
+        "random_mm_base_items_per_request": count,
+        "random_mm_num_mm_items_range_ratio": 0.0,
+        "random_mm_limit_mm_per_prompt": {"image": count, "video": 0},
+        "random_mm_bucket_config": f"{{({side}, {side}, 1): 1.0}}",
+        "disable_tqdm": True,
+    }
