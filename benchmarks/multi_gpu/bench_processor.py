@@ -8,7 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.multi_gpu.engines import engine_args, make_checkpoint
+from benchmarks.multi_gpu.engines import (
+    engine_args,
+    make_checkpoint,
+    make_environment,
+)
 from benchmarks.multi_gpu.processes import Job, Outcome, run_jobs
 from benchmarks.multi_gpu.results import Results, TimeLimit
 from benchmarks.multi_gpu.timing import IN_TREE_BUDGETS, IN_TREE_ITEMS
@@ -50,7 +54,8 @@ def bench_mm_processor(
                 "output_json": str(output),
             }
             program = ["-m", "vllm.entrypoints.cli.main", "bench", "mm-processor"]
-            jobs.append(Job(name, [*program, *as_options(options)], environment))
+            arguments = [*program, *as_options(options)]
+            jobs.append(Job(name, arguments, make_environment() | environment))
             places[name] = (backend, way, output)
     for job, outcome in run_jobs(jobs, folder, limit):
         backend, way, output = places[job.name]

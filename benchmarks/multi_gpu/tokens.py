@@ -90,7 +90,7 @@ def _runners() -> dict[str, dict[str, str]]:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return {"V1": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+        return {"V1": {}}
     return {f"V{1 + new}": {"VLLM_USE_V2_MODEL_RUNNER": str(new)} for new in range(2)}
 
 
