@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.encoders import Encoders
-from tests.support.native_model import PATCH, NativeModel, UnlikeEager
+from tests.support.native_model import HIDDEN, PATCH, NativeModel, UnlikeEager
 from tests.support.toy_adapter import make_toy_config
 from tests.support.variants import make_variant
 from vllm_encoder_cg.definitions import EagerReason
@@ -22,8 +22,9 @@ from vllm_encoder_cg.startup.rounding import relative_norm
 from vllm_encoder_cg.verification import eager_embeddings
 
 
-def make_manager(model: Any, *budgets: int) -> EncoderCudaGraphManager:
+def make_manager(model: Any, *budgets: int, **settings: Any) -> EncoderCudaGraphManager:
     config = make_toy_config(encoder_cudagraph_token_budgets=list(budgets))
+    config.additional_config["encoder_cg"].update(settings)
     config.model_config.dtype = torch.float32
     manager = EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, model)
     manager.capture()
@@ -79,6 +80,21 @@ def test_above_every_budget_is_eager(manager: EncoderCudaGraphManager) -> None:
     assert manager.execute(make_images(130)) is None
     assert compare(manager, make_images(130, 4, 160)) == 1
     assert manager.stats.misses == {EagerReason.ABOVE_EVERY_BUDGET: 3}
+
+
+def test_buffers_of_all_its_graphs_keep_within_the_memory_limit() -> None:
+    """Each graph has its own, unlike those that an adapter drives."""
+    budgets = (4, 8, 16, 32, 64)
+    per_token = 2 * PATCH * 4  # two patches of float32
+    output_bytes = max(budgets) * HIDDEN * 4
+    limit = per_token * max(budgets) + output_bytes + 1000  # room for the largest one
+    manager = make_manager(NativeModel(), *budgets, memory_limit_gib=limit / 2**30)
+    captured = {key.token_budget for key in manager._graphs.graphs}
+    assert captured == {4, 8, 16, 32}
+    assert per_token * sum(budgets) + output_bytes > limit
+    assert compare(manager, make_images(40)) == 1
+    assert manager.execute(make_images(100)) is None
+    assert manager.get_cumulative_stats()["dropped_graphs"] == []
 
 
 def test_outputs_stay_as_they_are(manager: EncoderCudaGraphManager) -> None:

@@ -81,6 +81,11 @@ class BufferArena:
         for storage in self._outputs.values():
             storage.fill_(float("nan"))
 
+    def bytes_beside(self, buffers: Mapping[str, torch.Tensor]) -> int:
+        """Bytes of `buffers` that are not slices of what is held here."""
+        held = {storage.data_ptr() for storage in self._inputs.values()}
+        return sum(b.nbytes for b in buffers.values() if b.data_ptr() not in held)
+
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(

@@ -188,6 +188,8 @@ def _capture_all(
     """All graphs; None: they are to be captured anew, as one of them should have been
     run before its capture, or took too much."""
     result = GraphSet.empty(memory.device)
+    own_bytes: dict[Any, int] = {}
+    """Per group, of the buffers that its graphs do not share."""
     for shape in track(shapes, "Capturing encoder CUDA graphs", ranks.rank == 0):
         if not limit.admits(shape.key):
             continue
@@ -195,11 +197,12 @@ def _capture_all(
         error: Exception | None = None
         to_measure = limit.is_to_measure(shape.key)
         if to_measure:
-            error, peak = _measure(result, adapter, shape, ranks)
-            peak = ranks.in_step(peak)
-            if error is None and not limit.holds(
-                shape.key, result.arena.nbytes(), peak
-            ):
+            error, (peak, own) = _measure(result, adapter, shape, ranks)
+            peak, own = ranks.in_step((peak, own))
+            own_bytes[shape.key.group] = _of_smaller_ones_too(own, shapes, shape.key)
+            buffer_bytes = result.arena.nbytes() + sum(own_bytes.values())
+            if error is None and not limit.holds(shape.key, buffer_bytes, peak):
+                del own_bytes[shape.key.group]
                 del result.shapes[shape.key]
                 result.release_unused(shape.key.path)
                 memory.give_back()
@@ -211,7 +214,8 @@ def _capture_all(
             return None
         if error is None:
             if to_measure:
-                taken = ranks.in_step(memory.taken_bytes())
+                later = own_bytes[shape.key.group] - own
+                taken = ranks.in_step(memory.taken_bytes()) + later
                 alone = len(result.graphs) == 1
                 if not limit.held(shape.key, taken, alone=alone):
                     if not alone:
@@ -236,18 +240,27 @@ def _capture_all(
 
 def _measure(
     result: GraphSet, adapter: EncoderAdapter, shape: GraphShape, ranks: EncoderRanks
-) -> tuple[Exception | None, int]:
-    """What one forward takes at its highest, in bytes; or why it cannot run."""
+) -> tuple[Exception | None, tuple[int, int]]:
+    """What one forward takes at its highest, and what its graph has for itself of
+    buffers, in bytes; or why it cannot run."""
     path, device = shape.key.path, result.arena.device
 
-    def forward(buffers: dict[str, torch.Tensor]) -> int:
+    def forward(buffers: dict[str, torch.Tensor]) -> tuple[int, int]:
         with torch.inference_mode():
             output, peak = peak_bytes(lambda: adapter.forward(buffers, shape), device)
         result.arena.output(path, tuple(output.shape), output.dtype)
-        return peak
+        return peak, result.arena.bytes_beside(buffers)
 
-    error, peak = _run(result, adapter, shape, ranks, forward)
-    return error, peak or 0
+    error, measured = _run(result, adapter, shape, ranks, forward)
+    return error, measured or (0, 0)
+
+
+def _of_smaller_ones_too(size: int, shapes: Sequence[GraphShape], key: GraphKey) -> int:
+    """What grows with the budget, `size` at that of `key`, for this graph of a group
+    and all smaller ones together."""
+    budgets = [s.key.token_budget for s in shapes if s.key.group == key.group]
+    tokens = sum(budget for budget in budgets if budget <= key.token_budget)
+    return size * tokens // key.token_budget
 
 
 def _run(
