@@ -6,8 +6,8 @@ and the floor (graphs captured for exactly the batch).
 
 An encoder is a tower of the released configuration with random weights of a real
 scale; ``all`` stands for every architecture.  Inputs are random, made without an
-image processor.  DIR receives tables (README.md), flat records (summary.json, as
-``vllm bench sweep plot`` reads them) and figures, written anew after every encoder.
+image processor.  DIR receives tables (README.md) and flat records (summary.json, as
+``vllm bench sweep plot`` reads them), written anew after every case, and figures.
 Only ratios within one encoder's table mean anything.
 """
 
@@ -15,55 +15,67 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import shlex
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+)
+
 if TYPE_CHECKING:
-    from vllm_encoder_cg.benchmarking.encoder import EncoderBenchmark
+    from vllm_encoder_cg.benchmarking.results import EncoderBenchmark
 
 _VIDEOS = 1
 """Per prompt, where the model takes them: as a server has it that allows any."""
 
 
-def main() -> None:
+def main() -> int:
     args = _parse_arguments()
-    # Nothing is fetched; a kernel of vLLM's needs the second with Triton 3.6.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
-
-    from vllm_encoder_cg.benchmarking.report import markdown, write_report
+    prepare_environment()
     from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 
     encoders = args.encoders
     if encoders == ["all"]:
         encoders = [f"{name}:{args.backend}" for name in ARCHITECTURES]
-    done: list[EncoderBenchmark] = []
-    failed = []
+    attempts = Attempts(args.stop_after)
+    report = Report(args.out)
     for encoder in encoders:
-        architecture, _, backend = encoder.partition(":")
-        begin = time.perf_counter()
-        try:
-            benchmark = run(architecture, backend or args.backend, args)
-        except Exception as error:
-            traceback.print_exc()
-            failed.append(f"{encoder}: FAILED, {type(error).__name__}: {error}")
-            print(failed[-1], flush=True)
-            continue
-        done.append(benchmark)
-        print(markdown(benchmark), flush=True)
-        print(f"{encoder}: {time.perf_counter() - begin:.0f} s\n", flush=True)
-        figures = _write_plots(args.out, done)
-        write_report(args.out, done, shlex.join(["python", *sys.argv]), figures)
-        _give_back()
-    print(_overview(done), *failed, sep="\n", flush=True)
-    if failed:
-        raise SystemExit(1)
+        attempts.run(encoder, lambda e=encoder: run(e, args, report, attempts))  # type: ignore[misc]
+        report.write(figures=True)
+    attempts.problems += [
+        problem for b in report.benchmarks for problem in memory_problems(b)
+    ]
+    print(_overview(report.benchmarks), flush=True)
+    return attempts.finish(_verdict(report.benchmarks))
+
+
+class Report:
+    """The benchmarks so far, in files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.benchmarks: list[EncoderBenchmark] = []
+        self._figures: list[Path] = []
+
+    def update(self, benchmark: EncoderBenchmark) -> None:
+        """With an encoder that is new, or has another case."""
+        if not any(b is benchmark for b in self.benchmarks):
+            self.benchmarks.append(benchmark)
+        self.write()
+
+    def write(self, *, figures: bool = False) -> None:
+        from vllm_encoder_cg.benchmarking.report import write_report
+
+        if figures:
+            self._figures = _write_plots(self.folder, self.benchmarks)
+        command = shlex.join(["python", *sys.argv])
+        write_report(self.folder, self.benchmarks, command, self._figures)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -96,26 +108,35 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--settings", type=json.loads, default={}, help="additional_config.encoder_cg"
     )
+    add_time_limit(parser)
     return parser.parse_args()
 
 
-def run(architecture: str, backend: str, args: argparse.Namespace) -> EncoderBenchmark:
-    """Builds, captures and times one encoder."""
+def run(
+    encoder: str, args: argparse.Namespace, report: Report, attempts: Attempts
+) -> None:
+    """Builds, captures and times one encoder; what is measured is written as it
+    comes."""
+    import torch
+
     from vllm_encoder_cg.benchmarking.cases import STANDARD_CASES, parse_cases
     from vllm_encoder_cg.benchmarking.encoder import BenchSettings, bench_encoder
+    from vllm_encoder_cg.benchmarking.report import markdown
     from vllm_encoder_cg.samples.architectures import ARCHITECTURES
     from vllm_encoder_cg.samples.captured_encoder import (
         EncoderOptions,
         captured_encoder,
     )
 
+    architecture, _, backend = encoder.partition(":")
+    on_gpu = torch.cuda.is_available()
     modalities = ARCHITECTURES[architecture].modalities
     limits = {"image": 64, "video": _VIDEOS}
     options = EncoderOptions(
         architecture=architecture,
         vision=args.vision,
-        backend=backend,
-        dtype="bfloat16",
+        backend=(backend or args.backend) if on_gpu else None,
+        dtype="bfloat16" if on_gpu else None,
         max_tokens=args.max_tokens,
         settings=args.settings,
         engine={"limit_mm_per_prompt": {m: limits[m] for m in modalities}},
@@ -127,6 +148,14 @@ def run(architecture: str, backend: str, args: argparse.Namespace) -> EncoderBen
         in_tree=not args.no_in_tree,
         floor=not args.no_floor,
     )
+    in_time = True
+
+    def go_on(benchmark: EncoderBenchmark) -> bool:
+        nonlocal in_time
+        report.update(benchmark)
+        in_time = attempts.in_time()
+        return in_time
+
     with captured_encoder(options) as manager:
         if not manager.is_captured():
             raise RuntimeError(manager.inactive_reason or "no graph was captured")
@@ -136,9 +165,13 @@ def run(architecture: str, backend: str, args: argparse.Namespace) -> EncoderBen
             settings,
             growth=args.growth,
             on_progress=_progress(),
+            go_on=go_on,
         )
+        report.update(benchmark)
         manager.clear()
-    return benchmark
+    print(markdown(benchmark), flush=True)
+    if not in_time:
+        raise TimeoutError("no time left for all cases")
 
 
 def _progress() -> Callable[[str], None]:
@@ -160,35 +193,58 @@ def _write_plots(folder: Path, benchmarks: list[EncoderBenchmark]) -> list[Path]
         return []
 
 
+def _ratios(benchmark: EncoderBenchmark, way: str) -> list[float]:
+    """Of ours to a way, over the cases, or over the growth where there are none."""
+    rows = benchmark.cases or benchmark.growth
+    return [row.ratio("ours", way) for row in rows if way in row.median_ms]
+
+
 def _overview(benchmarks: list[EncoderBenchmark]) -> str:
-    """The worst and the mean ratios of all encoders."""
+    """The worst and the mean ratios of all encoders, and what their graphs took."""
     from statistics import geometric_mean
 
-    lines = ["| encoder | worst ours / eager | ours / in-tree | ours / floor (worst) |"]
-    lines.append("|---|---:|---:|---:|")
+    from vllm_encoder_cg.benchmarking.report import graph_cost
+
+    ratios = "worst ours / eager | ours / in-tree (worst) | ours / floor (worst)"
+    lines = [f"| encoder | {ratios} | our graphs |", "|---|---:|---:|---:|---|"]
     for benchmark in benchmarks:
         cells = [benchmark.name]
-        ratios = {
-            way: [r.ratio("ours", way) for r in benchmark.cases if way in r.median_ms]
-            for way in ("eager", "in-tree", "floor")
-        }
-        cells.append(f"{max(ratios['eager']):.3f}" if ratios["eager"] else "")
+        eager = _ratios(benchmark, "eager")
+        cells.append(f"{max(eager):.3f}" if eager else "")
         for way in ("in-tree", "floor"):
-            values = ratios[way]
+            values = _ratios(benchmark, way)
             text = f"{geometric_mean(values):.3f} ({max(values):.3f})" if values else ""
             cells.append(text)
+        cost = benchmark.graphs.get("ours")
+        cells.append("" if cost is None else graph_cost(cost))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _give_back() -> None:
-    import gc
+def memory_problems(benchmark: EncoderBenchmark) -> list[str]:
+    """Graphs that take more memory than they may."""
+    cost = benchmark.graphs.get("ours")
+    if cost is None or cost.memory_bytes <= (cost.memory_limit_bytes or math.inf):
+        return []
+    from vllm_encoder_cg.benchmarking.report import graph_cost
 
-    import torch
+    return [f"{benchmark.name}: more memory than the limit: {graph_cost(cost)}"]
 
-    gc.collect()
-    torch.cuda.empty_cache()
+
+def _verdict(benchmarks: list[EncoderBenchmark]) -> str:
+    """The worst ratios of all, and the longest start-up."""
+    parts = [f"{len(benchmarks)} encoders"]
+    for way in ("eager", "in-tree", "floor"):
+        values = [value for b in benchmarks for value in _ratios(b, way)]
+        if values:
+            parts.append(f"ours / {way} {max(values):.3f} at most")
+    costs = [b.graphs["ours"] for b in benchmarks if "ours" in b.graphs]
+    if costs:
+        parts.append(f"start-up {max(cost.seconds for cost in costs):.1f} s at most")
+        gib = max(cost.memory_bytes for cost in costs) / 2**30
+        parts.append(f"graphs {gib:.2f} GiB at most")
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,10 @@ flag; then of one with it, which also sleeps, wakes up, has its weights reloaded
 and its graphs cleared and captured again, with the tokens compared after each; and
 the memory that it reports for its graphs against the memory that clearing them
 gives back.  Each engine runs in a process of its own.
+
+Memory is judged with ``--jobs 1``: other engines on the GPU would be counted.
+``--only-graphs`` leaves out the engines without the flag, and compares with the
+tokens before the first of those changes.
 """
 
 from __future__ import annotations
@@ -23,12 +27,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-COMPILATION = {
-    "mode": 0,
-    "cudagraph_mode": "FULL_DECODE_ONLY",
-    "cudagraph_capture_sizes": [1, 2, 4],
-}
-"""Keeps the start short; the text model is not what is checked."""
+from vllm_encoder_cg.benchmarking.engine_options import shared_gpu_options
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+    write_json,
+)
+
+MEMORY_TOLERANCE = 0.05
+"""Of what is reported, how far it may be from what is given back."""
 
 
 class EncoderChecks:
@@ -113,15 +121,19 @@ def main() -> int:
     parser.add_argument("--backend", default=None)
     parser.add_argument("--vision", choices=("small", "released"), default="released")
     parser.add_argument("--jobs", type=int, default=4, help="engines at a time")
+    parser.add_argument("--only-graphs", action="store_true")
+    add_time_limit(parser)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     if args.engine:
         job = json.loads(args.engine)
-        Path(job["output"]).write_text(json.dumps(run_engine(job)))
+        write_json(Path(job["output"]), run_engine(job))
         # vLLM's threads must not keep a finished process.
         sys.stdout.flush()
         os._exit(0)
+    prepare_environment()
+    args.out.mkdir(parents=True, exist_ok=True)
+    attempts = Attempts(args.stop_after)
     jobs = [
         {
             "architecture": architecture,
@@ -133,44 +145,101 @@ def main() -> int:
         }
         for architecture in args.architectures
         for runner in args.runners
-        for graphs in (False, True)
+        for graphs in ((True,) if args.only_graphs else (False, True))
     ]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        found = list(pool.map(start_engine, jobs))
-    rows = [
-        compare(without, given)
-        for without, given in zip(found[::2], found[1::2], strict=True)
-    ]
-    (args.out / "engines.json").write_text(json.dumps(rows, indent=1))
+    found: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+
+    def run_job(job: dict[str, Any]) -> None:
+        """Several at a time: a row is written once both of its engines are done."""
+        if not attempts.in_time():
+            attempts.problems.append(f"{name_of(job)}: not begun, no time left")
+            return
+        found[name_of(job)] = start_engine(job)
+        rows[:] = rows_of(found, only_graphs=args.only_graphs)
+        write_json(args.out / "engines.json", rows)
+
+    try:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(run_job, jobs))
+    except SystemExit:  # asked to end, as were the engines: what there is is told
+        attempts.problems.append("ended before all engines had run")
     for row in rows:
+        if args.jobs == 1:
+            row["problems"] += memory_problems(row.get("memory"))
         print(json.dumps(row), flush=True)
-    return int(any(row["problems"] for row in rows))
+        attempts.problems += [f"{row['runner']}: {each}" for each in row["problems"]]
+    write_json(args.out / "engines.json", rows)
+    return attempts.finish(
+        "; ".join(map(describe, rows)) or "no engine with graphs and one without ran"
+    )
+
+
+def name_of(job: dict[str, Any]) -> str:
+    """Of one engine."""
+    flag = "with graphs" if job["graphs"] else "without"
+    return f"{job['architecture']}, {job['runner']}, {flag}"
+
+
+def rows_of(
+    found: dict[str, dict[str, Any]], *, only_graphs: bool
+) -> list[dict[str, Any]]:
+    """One row per engine with graphs, once the one without has run, too."""
+    rows = []
+    for given in list(found.values()):
+        if given["job"]["graphs"]:
+            without = name_of(given["job"] | {"graphs": False})
+            if only_graphs or without in found:
+                rows.append(compare(given if only_graphs else found[without], given))
+    return rows
+
+
+def memory_problems(memory: dict[str, float] | None) -> list[str]:
+    """What is wrong with memory that is reported as `reported` and was `freed`."""
+    if memory is None:
+        return ["memory was not measured"]
+    off = abs(memory["reported"] / max(memory["freed"], 1) - 1)
+    if off <= MEMORY_TOLERANCE:
+        return []
+    return [f"graph memory is {off:.1%} off: {memory}"]
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A few words."""
+    if "stages" not in row:
+        return f"{row['runner']} failed"
+    text = f"{row['runner']}: {row['graph_hits']} hits, {len(row['stages'])} stages"
+    if row["memory"]:
+        reported, freed = row["memory"]["reported"], row["memory"]["freed"]
+        text += f", {reported / 2**30:.2f} GiB reported, {freed / 2**30:.2f} given back"
+    return f"{text}, started in {row['seconds']} s"
 
 
 def start_engine(job: dict[str, Any]) -> dict[str, Any]:
     """Runs one engine in a process of its own; returns what it found."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {
+        "PYTHONPATH": path,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(job["runner"] == "V2")),
     }
     output = Path(job["output"])
-    with output.with_suffix(".log").open("w") as log:
-        done = subprocess.run(
-            [
-                sys.executable,
-                __file__,
-                "--out",
-                str(output.parent),
-                "--engine",
-                json.dumps(job),
-            ],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=500,
-            check=False,
-        )
+    output.unlink(missing_ok=True)
     found: dict[str, Any] = {"job": job, "error": None}
+    command = [sys.executable, "-m", "benchmarks.engine_check", "--out", "."]
+    with output.with_suffix(".log").open("w") as log:
+        try:
+            done = subprocess.run(
+                [*command, "--engine", json.dumps(job)],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=500,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            return found | {"error": str(error)[-200:]}
     if output.exists():
         return found | json.loads(output.read_text())
     tail = output.with_suffix(".log").read_text()[-1500:]
@@ -180,7 +249,8 @@ def start_engine(job: dict[str, Any]) -> dict[str, Any]:
 def compare(without: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """One row: an engine with graphs beside the same without."""
     job = given["job"]
-    problems = [each["error"] for each in (without, given) if each["error"]]
+    errors = dict.fromkeys(each["error"] for each in (without, given))
+    problems = [error for error in errors if error]
     row: dict[str, Any] = {
         "architecture": job["architecture"],
         "runner": job["runner"],
@@ -226,17 +296,13 @@ def run_engine(job: dict[str, Any]) -> dict[str, Any]:
     from vllm_encoder_cg.samples.media import random_image
 
     name = job["architecture"]
-    compilation = COMPILATION | {"cudagraph_mm_encoder": job["graphs"]}
     with tempfile.TemporaryDirectory(prefix="engine-check-") as folder:
-        arguments = engine_kwargs(name) | {
+        arguments = engine_kwargs(name) | shared_gpu_options(graphs=job["graphs"])
+        arguments |= {
             "model": str(write_checkpoint(name, Path(folder), vision=job["vision"])),
             "dtype": "bfloat16" if can_use_gpu() else "float32",
-            "compilation_config": compilation,
             "enable_prefix_caching": False,
             "mm_processor_cache_gb": 0,
-            # Engines run beside each other: none may size itself by what is free.
-            "kv_cache_memory_bytes": 2 << 30,
-            "gpu_memory_utilization": 0.15,
             "seed": 0,
         }
         if job["backend"]:

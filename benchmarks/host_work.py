@@ -17,14 +17,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
-import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+    write_json,
+)
 
 ARCHITECTURES = [
     "Qwen3VLForConditionalGeneration",
@@ -70,7 +76,7 @@ def without_encoder() -> Iterator[None]:
         yield
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,27 +84,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--max-tokens", type=int, help="of the largest graph")
+    add_time_limit(parser)
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
+    prepare_environment()
+    attempts = Attempts(args.stop_after)
     records: list[dict[str, Any]] = []
     for encoder in args.encoders:
-        architecture, _, backend = encoder.partition(":")
-        begin = time.perf_counter()
-        try:
-            records += run(architecture, backend or None, args)
-        except Exception as error:
-            print(f"{encoder}: {type(error).__name__}: {error}", flush=True)
-        print(f"{encoder}: {time.perf_counter() - begin:.0f} s", flush=True)
+        records += attempts.run(encoder, lambda e=encoder: run(e, args)) or []  # type: ignore[misc]
+        if args.out is not None:
+            write_json(args.out / "summary.json", records)
     print(markdown_table(records))
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "summary.json").write_text(json.dumps(records, indent=1))
+    return attempts.finish(verdict(records))
 
 
-def run(
-    architecture: str, backend: str | None, args: argparse.Namespace
-) -> list[dict[str, Any]]:
+def run(encoder: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The records of one encoder."""
     import torch
 
@@ -108,6 +107,7 @@ def run(
     )
     from vllm_encoder_cg.samples.encoder_inputs import image_batch
 
+    architecture, _, backend = encoder.partition(":")
     on_gpu = torch.cuda.is_available()
     options = EncoderOptions(
         architecture=architecture,
@@ -227,5 +227,17 @@ def markdown_table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def verdict(records: list[dict[str, Any]]) -> str:
+    """The host's work around the replay, at most, by number of images."""
+    parts = []
+    for items in ITEMS:
+        around = [
+            r["execute_us"] - r["replay_us"] for r in records if r["items"] == items
+        ]
+        if around:
+            parts.append(f"{items} images {max(around):.0f} us")
+    return f"around the replay at most: {', '.join(parts) or 'nothing measured'}"
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

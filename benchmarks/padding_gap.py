@@ -13,11 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+    write_json,
+)
 
 CASES = (
     "1 x 1920x1080",
@@ -28,7 +36,7 @@ CASES = (
 )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,24 +45,31 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--vision", default="released", choices=("released", "small"))
+    parser.add_argument("--max-tokens", type=int, default=16384)
     parser.add_argument("--settings", type=json.loads, default={})
+    add_time_limit(parser)
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
+    prepare_environment()
+    attempts = Attempts(args.stop_after)
     records: list[dict[str, Any]] = []
+
+    def keep(record: dict[str, Any]) -> None:
+        records.append(record)
+        if args.out is not None:
+            write_json(args.out / "summary.json", records)
+
     for encoder in args.encoders:
-        architecture, _, backend = encoder.partition(":")
-        of_encoder = run(architecture, backend or "FLASH_ATTN", args)
+        before = len(records)
+        attempts.run(encoder, lambda e=encoder: run(e, args, keep))  # type: ignore[misc]
+        of_encoder = records[before:]
         print(f"{encoder}\n\n{markdown_table(of_encoder)}\n", flush=True)
-        records += of_encoder
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "summary.json").write_text(json.dumps(records, indent=1))
+    return attempts.finish(verdict(records))
 
 
 def run(
-    architecture: str, backend: str, args: argparse.Namespace
-) -> list[dict[str, Any]]:
+    encoder: str, args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> None:
     """One record per case and graph."""
     import torch
 
@@ -66,16 +81,18 @@ def run(
     )
     from vllm_encoder_cg.samples.encoder_inputs import image_batch
 
+    architecture, _, backend = encoder.partition(":")
+    backend = backend or "FLASH_ATTN"
+    on_gpu = torch.cuda.is_available()
     options = EncoderOptions(
         architecture=architecture,
-        vision="released",
-        backend=backend,
-        dtype="bfloat16",
-        max_tokens=16384,
+        vision=args.vision,
+        backend=backend if on_gpu else None,
+        dtype="bfloat16" if on_gpu else "float32",
+        max_tokens=args.max_tokens,
         settings={"cost_model": False, "self_check": False, **args.settings},
         engine={"limit_mm_per_prompt": {"image": 32, "video": 1}},
     )
-    records = []
     with captured_encoder(options) as manager:
         for case in STANDARD_CASES:
             if case.name not in CASES:
@@ -84,20 +101,19 @@ def run(
             mm_kwargs = image_batch(manager.adapter, sizes, seed=1)
             graphs = make_graphs(manager, mm_kwargs)
             times = time_in_turn(graphs, torch.device("cuda"), args.rounds)
-            records += [
-                {
-                    "architecture": architecture,
-                    "backend": backend,
-                    "device": torch.cuda.get_device_name(),
-                    "case": case.name,
-                    "graph": name,
-                    "median_replay_ms": statistics.median(of_graph),
-                }
-                for name, of_graph in times.items()
-            ]
+            for name, of_graph in times.items():
+                keep(
+                    {
+                        "architecture": architecture,
+                        "backend": backend,
+                        "device": torch.cuda.get_device_name(),
+                        "case": case.name,
+                        "graph": name,
+                        "median_replay_ms": statistics.median(of_graph),
+                    }
+                )
             del graphs
         manager.clear()
-    return records
 
 
 def make_graphs(manager: Any, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -175,5 +191,18 @@ def markdown_table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def verdict(records: list[dict[str, Any]]) -> str:
+    """The slowest graph beside its exact one."""
+    worst, exact = "nothing measured", 0.0
+    ratio = 0.0
+    for record in records:
+        if record["graph"] == "exact":
+            exact = record["median_replay_ms"]
+        elif record["median_replay_ms"] / exact > ratio:
+            ratio = record["median_replay_ms"] / exact
+            worst = f"{ratio:.3f} of exact at most: {record['case']}, {record['graph']}"
+    return worst
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

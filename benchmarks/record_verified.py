@@ -46,6 +46,8 @@ def main() -> None:
 
 def refusal(report: dict[str, Any]) -> str | None:
     """Why a report verifies nothing."""
+    if not report.get("complete", True):
+        return report.get("inactive") or "it was ended before all cases had run"
     bad = [case["case"] for case in report["cases"] if not case["ok"]]
     if bad:
         return f"{len(bad)} cases differ from eager: {', '.join(bad)}"

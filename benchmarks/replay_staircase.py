@@ -15,14 +15,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+    write_json,
+)
 
-def main() -> None:
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,24 +41,31 @@ def main() -> None:
     parser.add_argument("--smallest", type=int, default=48)
     parser.add_argument("--largest", type=int, default=1088)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--vision", default="released", choices=("released", "small"))
+    parser.add_argument("--max-tokens", type=int, default=16384)
     parser.add_argument("--settings", type=json.loads, default={})
+    add_time_limit(parser)
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
+    prepare_environment()
+    attempts = Attempts(args.stop_after)
     records: list[dict[str, Any]] = []
+
+    def keep(record: dict[str, Any]) -> None:
+        records.append(record)
+        if args.out is not None:
+            write_json(args.out / "summary.json", records)
+
     for encoder in args.encoders:
-        architecture, _, backend = encoder.partition(":")
-        of_encoder = run(architecture, backend or "FLASH_ATTN", args)
+        before = len(records)
+        attempts.run(encoder, lambda e=encoder: run(e, args, keep))  # type: ignore[misc]
+        of_encoder = records[before:]
         print(f"{encoder}\n\n{markdown_table(of_encoder)}\n", flush=True)
-        records += of_encoder
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "summary.json").write_text(json.dumps(records, indent=1))
+    return attempts.finish(verdict(records))
 
 
 def run(
-    architecture: str, backend: str, args: argparse.Namespace
-) -> list[dict[str, Any]]:
+    encoder: str, args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> None:
     """One record per graph, the smallest first."""
     import torch
 
@@ -61,16 +75,18 @@ def run(
     )
 
     budgets = tuple(range(args.smallest, args.largest + 1, args.step))
+    architecture, _, backend = encoder.partition(":")
+    backend = backend or "FLASH_ATTN"
+    on_gpu = torch.cuda.is_available()
     options = EncoderOptions(
         architecture=architecture,
-        vision="released",
-        backend=backend,
-        dtype="bfloat16",
+        vision=args.vision,
+        backend=backend if on_gpu else None,
+        dtype="bfloat16" if on_gpu else "float32",
         budgets=budgets,
-        max_tokens=16384,
+        max_tokens=args.max_tokens,
         settings={"cost_model": False, "self_check": False, **args.settings},
     )
-    records = []
     with captured_encoder(options) as manager:
         for key, graph in sorted(
             manager._graphs.graphs.items(), key=lambda entry: entry[0].token_budget
@@ -80,7 +96,7 @@ def run(
             items = range(len(batch.specs))
             with torch.inference_mode():
                 manager.adapter.fill(batch, items, graph.input_buffers, shape)
-            records.append(
+            keep(
                 {
                     "architecture": architecture,
                     "backend": backend,
@@ -90,7 +106,6 @@ def run(
                 }
             )
         manager.clear()
-    return records
 
 
 def median_ms(replay: Callable[[], None], rounds: int) -> float:
@@ -132,5 +147,12 @@ def markdown_table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def verdict(records: list[dict[str, Any]]) -> str:
+    """How many budgets a larger graph undercuts."""
+    times = [record["median_replay_ms"] for record in records]
+    slower = sum(min(times[i:]) < 0.98 * ms for i, ms in enumerate(times))
+    return f"{len(times)} budgets, a larger one is 2 % faster than {slower} of them"
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

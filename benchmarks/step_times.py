@@ -12,34 +12,56 @@ DIR receives ``summary.json``.  Needs a GPU.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from vllm_encoder_cg.benchmarking.scripts import verdict_line, write_json
 from vllm_encoder_cg.observability.metrics import EncoderStats
 from vllm_encoder_cg.observability.step_timer import EVERY_BATCHES, StepTimer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=2000)
     parser.add_argument("--size", type=int, default=2048, help="of the matrices")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     graph = _record(arguments.size)
-    rows = [_run(graph, arguments.batches, n) for n in (None, 1, EVERY_BATCHES)]
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "summary.json").write_text(json.dumps(rows, indent=2))
-    print(f"{'timed':<14}{'GPU (s)':>10}{'added up (s)':>14}{'host (us/batch)':>17}")
+    rows = []
+    for every in (None, 1, EVERY_BATCHES):
+        rows.append(_run(graph, arguments.batches, every))
+        if arguments.out:
+            write_json(arguments.out / "summary.json", rows)
+    print(table(rows))
+    print(verdict(rows))
+    return 0
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line per way of timing."""
+    lines = [f"{'timed':<14}{'GPU (s)':>10}{'added up (s)':>14}{'host (us/batch)':>17}"]
     for row in rows:
         name = f"1 in {row['every']}" if row["every"] else "none"
-        print(
+        lines.append(
             f"{name:<14}{row['seconds']:>10.4f}{row['estimate']:>14.4f}"
             f"{row['host_us']:>17.2f}"
         )
+    return "\n".join(lines)
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """How far the estimates are off, and what they cost."""
+    untimed, *timed = rows
+    off = max(abs(row["estimate"] / row["seconds"] - 1) for row in timed)
+    cost = timed[-1]["host_us"] - untimed["host_us"]
+    return verdict_line(f"times {off:.1%} off at most, {cost:.1f} us per batch")
 
 
 def _record(size: int) -> torch.cuda.CUDAGraph:
@@ -86,4 +108,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,96 +8,208 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import encoder_latency, mm_processor
-from vllm_encoder_cg.benchmarking.encoder import EncoderBenchmark
+from benchmarks import (
+    encoder_latency,
+    engine_check,
+    gpu_check,
+    record_verified,
+    serve_check,
+    step_times,
+)
+from benchmarks.mm_processor import __main__ as mm_processor
+from benchmarks.mm_processor import engines, gate, tables
+from benchmarks.mm_processor.workloads import command_line
+from vllm_encoder_cg.benchmarking.results import EncoderBenchmark, GraphCost
+from vllm_encoder_cg.benchmarking.scripts import Attempts
 from vllm_encoder_cg.benchmarking.timing import CaseTimes
 
 FOLDER = Path(encoder_latency.__file__).parent
 README = (FOLDER / "README.md").read_text()
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
+PACKAGES = sorted(path.parent.name for path in FOLDER.glob("*/__main__.py"))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*SCRIPTS, *PACKAGES])
 def test_help_and_a_line_in_the_readme(script: str) -> None:
+    by_name = (
+        [str(FOLDER / script)] if script in SCRIPTS else ["-m", "benchmarks." + script]
+    )
     result = subprocess.run(
-        [sys.executable, str(FOLDER / script), "--help"],
+        [sys.executable, *by_name, "--help"],
+        cwd=FOLDER.parent,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert f"benchmarks/{script}" in README
+    named = f"benchmarks/{script}" if script in SCRIPTS else f"-m benchmarks.{script}"
+    assert f"python {named}" in README
 
 
-def test_overview_of_several_encoders() -> None:
-    def row(ours: float, **others: float) -> CaseTimes:
+class TestEncoderLatency:
+    ABOUT: ClassVar = {"architecture": "Model", "backend": "FLASH_ATTN"}
+
+    def row(self, ours: float, **others: float) -> CaseTimes:
         times = {"ours": ours, **{k.replace("_", "-"): v for k, v in others.items()}}
         return CaseTimes("case", 1, 100, times)
 
-    about = {"architecture": "Model", "backend": "FLASH_ATTN"}
-    rows = [row(2.0, eager=4.0, floor=2.0), row(4.0, eager=4.0, floor=2.0)]
-    table = encoder_latency._overview([EncoderBenchmark(about, {}, rows)])
-    assert table.splitlines()[-1] == "| Model-FLASH_ATTN | 1.000 |  | 1.414 (2.000) |"
+    def test_overview_of_several_encoders(self) -> None:
+        rows = [
+            self.row(2.0, eager=4.0, floor=2.0),
+            self.row(4.0, eager=4.0, floor=2.0),
+        ]
+        cost = GraphCost(9, 2**31, 1.5, 2**32, {"capture": 1.0, "check": 0.5})
+        benchmark = EncoderBenchmark(self.ABOUT, {"ours": cost}, rows)
+        table = encoder_latency._overview([benchmark])
+        assert table.splitlines()[-1] == (
+            "| Model-FLASH_ATTN | 1.000 |  | 1.414 (2.000) | 9 graphs, 2.00 GiB (limit "
+            "4.00), 1.5 s (capture 1.0 + check 0.5) |"
+        )
+        assert encoder_latency.memory_problems(benchmark) == []
+        assert "ours / floor 2.000 at most" in encoder_latency._verdict([benchmark])
+
+    def test_more_memory_than_the_limit_is_a_problem(self) -> None:
+        cost = GraphCost(9, 2**32, 1.5, 2**31)
+        benchmark = EncoderBenchmark(self.ABOUT, {"ours": cost})
+        (problem,) = encoder_latency.memory_problems(benchmark)
+        assert "4.00 GiB (limit 2.00)" in problem
+
+    def test_what_was_measured_before_a_failure_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        about = dict.fromkeys(
+            ("dtype", "device", "vllm", "torch", "captured"), "x"
+        ) | dict(self.ABOUT)
+
+        def run(name: str, args: Any, report: Any, attempts: Any) -> None:
+            row = self.row(2.0, eager=4.0)
+            row.p99_ms = row.median_ms
+            report.update(EncoderBenchmark(about | {"architecture": name}, {}, [row]))
+            if name == "Second":
+                raise RuntimeError("out of memory")
+
+        def plot(folder: Path, benchmarks: list[EncoderBenchmark]) -> list[Path]:
+            return [folder / f"{b.name}.png" for b in benchmarks]
+
+        monkeypatch.setattr(encoder_latency, "run", run)
+        monkeypatch.setattr(encoder_latency, "_write_plots", plot)
+        monkeypatch.setattr(
+            sys, "argv", ["x", "--out", str(tmp_path), "First", "Second", "Third"]
+        )
+        assert encoder_latency.main() == 1
+        records = json.loads((tmp_path / "summary.json").read_text())
+        names = [record["architecture"] for record in records]
+        assert names == ["First"] * 2 + ["Second"] * 2 + ["Third"] * 2
+        assert "![Third-FLASH_ATTN]" in (tmp_path / "README.md").read_text()
 
 
 class TestMmProcessor:
-    @pytest.fixture
-    def arguments(self, tmp_path: Path) -> argparse.Namespace:
-        return argparse.Namespace(out=tmp_path, vision="small", prompts=4, timeout=1.0)
-
-    @pytest.fixture
-    def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """What would have been run; as if this package were never active."""
-        commands: list[Any] = []
-
-        def run(command: list[str], **options: Any) -> Any:
-            commands.append((command, options["env"]))
-            output = Path(command[command.index("--output-json") + 1])
-            forward = {"mean": 2.0, "median": 1.5, "p99.0": 9.0}
-            output.write_text(
-                json.dumps(
-                    {
-                        "completed": 4,
-                        "mm_processor_stats": {"encoder_forward_ms": forward},
-                    }
-                )
+    def options(self, way: str, workload: str = "mixed") -> list[str]:
+        return list(
+            command_line(
+                workload,
+                way,
+                backend="FLASH_ATTN",
+                checkpoint=Path("model"),
+                output=Path("results.json"),
             )
-            return SimpleNamespace(returncode=0, stdout="", stderr="")
-
-        monkeypatch.setattr(mm_processor.subprocess, "run", run)
-        return commands
-
-    def test_in_tree_runs_without_this_package(
-        self, arguments: argparse.Namespace, commands: list[Any]
-    ) -> None:
-        record = mm_processor.run(
-            "twenty", "FLASH_ATTN", "in-tree", Path("model"), arguments
         )
-        ((command, environment),) = commands
-        assert environment["VLLM_ENCODER_CG_DISABLE"] == "1"
-        config = json.loads(command[command.index("--compilation-config") + 1])
-        assert config["cudagraph_mm_encoder"] is True
+
+    def config(self, words: list[str]) -> dict[str, Any]:
+        return json.loads(words[words.index("--compilation-config") + 1])
+
+    def test_ways_differ_by_their_graphs_alone(self) -> None:
+        eager, in_tree, ours = map(self.options, ("eager", "in-tree", "ours"))
+        flag = {"cudagraph_mm_encoder": True}
+        assert self.config(eager) | flag == self.config(in_tree) == self.config(ours)
+        assert "cudagraph_mm_encoder" not in self.config(eager)
+        at = ours.index("--additional-config")
+        assert ours[:at] + ours[at + 2 :] == in_tree
+
+    def test_a_workload_has_budgets_of_its_own(self) -> None:
+        config = self.config(self.options("in-tree", "twenty"))
         assert config["encoder_cudagraph_max_vision_items_per_batch"] == 8
-        assert record["p99_encoder_forward_ms"] == 9.0
 
-    def test_eager_has_no_graphs(
-        self, arguments: argparse.Namespace, commands: list[Any]
-    ) -> None:
-        mm_processor.run("mixed", "FLASH_ATTN", "eager", Path("model"), arguments)
-        ((command, _),) = commands
-        assert "cudagraph_mm_encoder" not in " ".join(command)
+    @pytest.fixture
+    def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Runs a workload with Python in place of engines."""
+        code = """
+import json, os, pathlib, sys, time
+folder, way, active = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+if way == "fails":
+    sys.exit("no memory")
+(folder / "ready").touch()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+begin = time.time()
+time.sleep(0.2)
+if active == "ours":
+    print("vllm-encoder-cg 1.0 active for Model: 3 graphs")
+    print("Encoder CUDA graphs: Items: 3, Hit rate: 66.7%")
+    print("Encoder CUDA graphs: Items: 4, Hit rate: 100.0%")
+forward = {"mean": 2.0, "median": 1.5, "p99.0": 9.0}
+found = {"completed": 4, "mm_processor_stats": {"encoder_forward_ms": forward}}
+(folder / "results.json").write_text(json.dumps(found))
+(folder / "when.json").write_text(json.dumps([begin, time.time()]))
+"""
+        script = tmp_path / "gate.py"
+        script.write_text(code)
+        popen = subprocess.Popen
 
-    def test_a_run_without_our_graphs_is_no_result_of_ours(
-        self, arguments: argparse.Namespace, commands: list[Any]
-    ) -> None:
-        with pytest.raises(RuntimeError, match="not active"):
-            mm_processor.run("mixed", "FLASH_ATTN", "ours", Path("model"), arguments)
+        def start(command: list[str], **options: Any) -> Any:
+            _, _, _, folder, *rest = command
+            return popen([sys.executable, str(script), folder, *rest], **options)
+
+        monkeypatch.setattr(engines.subprocess, "Popen", start)
+
+        def run_ways(active: dict[str, str]) -> tuple[list[Any], list[str]]:
+            """What is kept of each way, and what went wrong."""
+            kept: list[Any] = []
+            attempts = Attempts()
+            monkeypatch.setattr(
+                mm_processor, "command_line", lambda n, way, **_: [way, active[way]]
+            )
+            args = argparse.Namespace(
+                out=tmp_path, vision="small", prompts=4, timeout=30.0
+            )
+            mm_processor.run(
+                *("mixed", "FLASH_ATTN", list(active), Path("model"), args),
+                *(attempts, kept.append),
+            )
+            return kept, attempts.problems
+
+        return run_ways
+
+    def test_engines_are_timed_one_by_one(self, run: Any, tmp_path: Path) -> None:
+        kept, problems = run({"eager": "", "in-tree": "", "ours": "ours"})
+        assert problems == []
+        assert [record["way"] for record in kept] == ["eager", "in-tree", "ours"]
+        assert [record["hit_rate_percent"] for record in kept] == [None, None, 100.0]
+        assert kept[0]["p99_encoder_forward_ms"] == 9.0
+        times = [
+            json.loads((tmp_path / "mixed-FLASH_ATTN" / way / "when.json").read_text())
+            for way in ("eager", "in-tree", "ours")
+        ]
+        assert times[0][1] <= times[1][0] and times[1][1] <= times[2][0]
+
+    def test_a_run_without_our_graphs_is_no_result_of_ours(self, run: Any) -> None:
+        kept, problems = run({"fails": "", "in-tree": "ours", "ours": ""})
+        assert kept == []
+        assert "did not start: no memory" in problems[0]
+        assert "graphs are active" in problems[1]
+        assert "graphs are not active" in problems[2]
+
+    def test_the_engine_waits_for_its_turn(self, tmp_path: Path) -> None:
+        made: list[Any] = []
+        construct = gate.wait_after(lambda self, x: made.append(x), tmp_path)
+        (tmp_path / gate.GO).touch()
+        construct(None, 3)
+        assert made == [3] and (tmp_path / gate.READY).exists()
 
     def test_the_table_has_what_ours_saves(self) -> None:
         def record(way: str, mean: float) -> dict[str, Any]:
@@ -107,10 +219,131 @@ class TestMmProcessor:
                 "way": way,
                 "mean_encoder_forward_ms": mean,
                 "p99_encoder_forward_ms": 2 * mean,
+                "start_seconds": 30.0,
             }
 
-        table = mm_processor.markdown([record("eager", 8.0), record("ours", 2.0)])
-        assert table.splitlines()[-2:] == [
+        records = [record("eager", 8.0), record("ours", 2.0)]
+        assert tables.markdown(records).splitlines()[-2:] == [
             "| mixed | FLASH_ATTN | mean | 8.00 |  | 2.00 | 0.250 |  |",
             "| mixed | FLASH_ATTN | p99 | 16.00 |  | 4.00 | 0.250 |  |",
         ]
+        assert tables.verdict(records) == (
+            "2 engines, ours / eager mean 0.250 at most, ours / eager p99 0.250 at "
+            "most, started in 30 s at most"
+        )
+
+
+class TestEngineCheck:
+    def found(self, graphs: bool, runner: str = "V1", **more: Any) -> dict[str, Any]:
+        job = {"architecture": "Model", "runner": runner, "graphs": graphs}
+        memory = {"reported": 2 * 2**30, "freed": 2.04 * 2**30}
+        return {
+            "job": job,
+            "error": None,
+            "tokens": {"first": [[1, 2], [3, 4]]},
+            "seconds": 30.0,
+            "memory": memory,
+            "stages": {"again": "2 hits"},
+            "stats": {"graph_hits": 2, "graph_misses": 0},
+        } | more
+
+    def rows(self, *found: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+        by_name = {engine_check.name_of(each["job"]): each for each in found}
+        return engine_check.rows_of(by_name, **{"only_graphs": False} | options)
+
+    def test_a_row_needs_both_engines(self) -> None:
+        given, without = self.found(True), self.found(False)
+        assert self.rows(given) == []
+        (row,) = self.rows(given, without, self.found(True, "V2"))
+        assert row["problems"] == [] and row["runner"] == "V1"
+        assert len(self.rows(given, self.found(True, "V2"), only_graphs=True)) == 2
+        assert engine_check.describe(row) == (
+            "V1: 2 hits, 1 stages, 2.00 GiB reported, 2.04 given back, started in "
+            "30.0 s"
+        )
+
+    def test_other_tokens_and_engines_that_fail_are_problems(self) -> None:
+        other = self.found(True, tokens={"slept": [[1, 2], [3, 5]]})
+        (row,) = self.rows(other, self.found(False))
+        assert row["problems"] == ["slept: 1 of 2 prompts equal"]
+        (row,) = self.rows(self.found(True, error="no memory"), only_graphs=True)
+        assert row["problems"] == ["no memory"]
+        assert engine_check.describe(row) == "V1 failed"
+
+    @pytest.mark.parametrize(
+        ("reported", "freed", "right"), [(100, 104, True), (100, 94, False)]
+    )
+    def test_memory_is_right_to_5_percent(
+        self, reported: int, freed: int, right: bool
+    ) -> None:
+        memory = {"reported": reported, "freed": freed}
+        assert (engine_check.memory_problems(memory) == []) is right
+        assert engine_check.memory_problems(None) == ["memory was not measured"]
+
+
+class TestServeCheck:
+    def found(self, **more: Any) -> dict[str, Any]:
+        tokens = {"a": list(range(serve_check.TOKENS))}
+        return {"without": tokens, "with": tokens, "metrics": {"hits": 2.0}} | more
+
+    def test_answers_must_be_equal_and_by_graph(self) -> None:
+        assert serve_check.problems(self.found()) == []
+        other = {"a": [0] * serve_check.TOKENS}
+        (problem,) = serve_check.problems(self.found(**{"with": other}))
+        assert problem == "a: other tokens with graphs"
+        (problem,) = serve_check.problems(self.found(metrics={}))
+        assert problem == "no item was encoded by graph"
+
+    def test_metrics_are_summed_over_labels(self) -> None:
+        text = """
+# HELP vllm:encoder_cudagraph_hits_total Items
+vllm:encoder_cudagraph_hits_total{engine="0",model_name="m"} 3.0
+vllm:encoder_cudagraph_misses_total{engine="0",reason="a"} 1.0
+vllm:encoder_cudagraph_misses_total{engine="0",reason="b"} 2.0
+vllm:prompt_tokens_total{engine="0"} 9.0
+"""
+        assert serve_check.parse_metrics(text) == {"hits": 3.0, "misses": 3.0}
+
+    def test_requests_have_media_of_their_own(self) -> None:
+        name = "Qwen3VLForConditionalGeneration"
+        first = serve_check.make_requests(name, small=True)
+        second = serve_check.make_requests(name, small=True, seed=100)
+        assert list(first) == ["84x84", "160x120", "four images", "a video"]
+        assert not any(first[name] == second[name] for name in first)
+
+
+class TestGpuCheck:
+    REPORT: ClassVar = {
+        "inactive": None,
+        "complete": True,
+        "cases": [{"case": "one", "ok": True, "problems": [], "hits": 1}],
+        "stats": {"dropped_graphs": []},
+    }
+
+    def test_a_right_encoder(self) -> None:
+        assert gpu_check.problems(self.REPORT) == []
+        assert record_verified.refusal(self.REPORT) is None
+
+    def test_what_is_not_right_is_told_and_not_recorded(self) -> None:
+        wrong = {"case": "one", "ok": False, "problems": ["differs"], "hits": 1}
+        unused = {"case": "one", "ok": True, "problems": [], "hits": 0}
+        for change, problem in (
+            ({"cases": [wrong]}, "one: differs"),
+            ({"cases": [unused]}, "nothing was replayed"),
+            ({"complete": False}, "no time left for all cases"),
+            ({"stats": {"dropped_graphs": ["g"]}}, "dropped: g"),
+            ({"inactive": "SDPA", "cases": [], "complete": False}, "inactive: SDPA"),
+        ):
+            report = self.REPORT | change
+            assert gpu_check.problems(report) == [problem]
+            assert record_verified.refusal(report) is not None
+
+
+def test_times_while_serving_and_what_they_cost() -> None:
+    rows = [
+        {"every": every, "seconds": 2.0, "estimate": estimate, "host_us": us}
+        for every, estimate, us in ((None, 0.0, 5.0), (1, 2.1, 9.0), (16, 1.98, 5.5))
+    ]
+    assert len(step_times.table(rows).splitlines()) == 4
+    verdict = step_times.verdict(rows)
+    assert verdict == "verdict: ok: times 5.0% off at most, 0.5 us per batch"

@@ -13,22 +13,33 @@ Per encoder (released configuration, random weights of a real scale, BF16):
 - with ``--steps``, the fused graph without each of its steps.
 
 Before that, every kernel against its plain reference over shapes and dtypes.  DIR
-receives fused.json with all of it; a short table comes last.
+receives fused.json with all of it, written anew after every case; a short table
+comes last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import traceback
+import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fused_forward.tables import overview, print_details, print_kernel_check
+from benchmarks.fused_forward.tables import (
+    overview,
+    print_details,
+    print_kernel_check,
+    verdict,
+)
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+    write_json,
+)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,35 +52,45 @@ def main() -> None:
     parser.add_argument("--vision", default="released", choices=("released", "small"))
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--no-kernel-check", action="store_true")
+    parser.add_argument("--settings", type=json.loads, default={})
+    add_time_limit(parser)
     args = parser.parse_args()
-    # Nothing is fetched; a kernel of vLLM's needs the second with Triton 3.6.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
+    prepare_environment()
     from benchmarks.fused_forward.encoder import run
 
-    args.out.mkdir(parents=True, exist_ok=True)
+    attempts = Attempts(args.stop_after)
     report: dict[str, Any] = {"kernels": [], "encoders": []}
+
+    def save() -> None:
+        write_json(args.out / "fused.json", report)
+
     if not args.no_kernel_check:
-        import torch
-
-        from vllm_encoder_cg.kernels import checks
-
-        report["kernels"] = checks.compare_all(torch.device("cuda"))
-        print_kernel_check(report["kernels"])
+        report["kernels"] = attempts.run("kernels", check_kernels) or []
+        save()
+        wrong = {row["kernel"] for row in report["kernels"] if not row["ok"]}
+        attempts.problems += [f"kernel {name} is WRONG" for name in sorted(wrong)]
     for encoder in args.encoders:
-        architecture, _, backend = encoder.partition(":")
-        try:
-            found = run(architecture, backend or "FLASH_ATTN", args)
-        except Exception as error:
-            traceback.print_exc()
-            found = {"encoder": encoder, "failed": f"{type(error).__name__}: {error}"}
+        found: dict[str, Any] = {"encoder": encoder, "cases": []}
         report["encoders"].append(found)
-        (args.out / "fused.json").write_text(json.dumps(report, indent=1))
+        before = len(attempts.problems)
+        attempts.run(encoder, lambda f=found: run(f, args, attempts, save))  # type: ignore[misc]
+        found["problems"] = attempts.problems[before:]
+        save()
         print_details(found)
     print(overview(report["encoders"]), flush=True)
-    if any("failed" in found for found in report["encoders"]):
-        raise SystemExit(1)
+    return attempts.finish(verdict(report))
+
+
+def check_kernels() -> list[dict[str, Any]]:
+    """Every kernel against its plain reference, over shapes and dtypes."""
+    import torch
+
+    from vllm_encoder_cg.kernels import checks
+
+    rows = [dict(row) for row in checks.compare_all(torch.device("cuda"))]
+    print_kernel_check(rows)
+    return rows
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,7 @@ import statistics
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from benchmarks.fused_forward.profiles import profiles
 from benchmarks.fused_forward.steps import time_steps
 from vllm_encoder_cg.benchmarking.cases import STANDARD_CASES
 from vllm_encoder_cg.benchmarking.floor import exact_shape_graphs
+from vllm_encoder_cg.benchmarking.scripts import Attempts
 from vllm_encoder_cg.benchmarking.timing import time_in_turn
 from vllm_encoder_cg.kernels import short_rows
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
@@ -30,16 +31,22 @@ _PROFILED_CASES = ("1 x 224x224", "1 x 640x480", "1 x 1024x1024")
 _ERROR_CASES = ("1 x 224x224", "4 x 336x336")
 
 
-def run(architecture: str, backend: str, args: Namespace) -> dict[str, Any]:
-    """Everything about one encoder, as flat data."""
+def run(
+    found: dict[str, Any], args: Namespace, attempts: Attempts, save: Callable[[], None]
+) -> None:
+    """Everything about the encoder that ``found["encoder"]`` names, as flat data in
+    `found`; what fails of it is told, and the rest goes on."""
+    architecture, _, backend = found["encoder"].partition(":")
+    backend = backend or "FLASH_ATTN"
+    on_gpu = torch.cuda.is_available()
     limits = {"image": 32, "video": 1}
     options = EncoderOptions(
         architecture=architecture,
         vision=args.vision,
-        backend=backend,
-        dtype="bfloat16",
+        backend=backend if on_gpu else None,
+        dtype="bfloat16" if on_gpu else "float32",
         max_tokens=args.max_tokens,
-        settings={"fused": "off"},
+        settings={"fused": "off"} | args.settings,
         engine={
             "limit_mm_per_prompt": {
                 m: limits[m] for m in ARCHITECTURES[architecture].modalities
@@ -48,7 +55,6 @@ def run(architecture: str, backend: str, args: Namespace) -> dict[str, Any]:
     )
 
     short_rows._known.clear()
-    found: dict[str, Any] = {"encoder": f"{architecture}:{backend}"}
     with captured_encoder(options) as plain:
         fused = _capture_fused(plain)
         found["graphs"] = {
@@ -65,28 +71,48 @@ def run(architecture: str, backend: str, args: Namespace) -> dict[str, Any]:
         batches = {
             case.name: _images(plain, case.batch.items) for case in STANDARD_CASES
         }
-        found["errors"] = {}
-        for name in _ERROR_CASES if backend == "FLASH_ATTN" else ():
-            try:
-                found["errors"][name] = errors_against_float64(fused, batches[name])
-            except Exception:  # an operation of vLLM's without float64
-                traceback.print_exc()
-        found["cases"] = [
-            _time_case(name, plain, fused, mm_kwargs, args.rounds)
-            for name, mm_kwargs in batches.items()
+        for name, mm_kwargs in batches.items():
+            row = attempts.run(
+                f"{architecture}, {name}",
+                lambda n=name, b=mm_kwargs: _time_case(n, plain, fused, b, args.rounds),  # type: ignore[misc]
+            )
+            if row is not None:
+                found["cases"].append(row)
+                save()
+        parts: list[tuple[str, Sequence[str], Callable[[Any], Any]]] = [
+            (
+                "errors",
+                _ERROR_CASES if backend == "FLASH_ATTN" else (),
+                lambda batch: _errors(fused, batch),
+            ),
+            ("profiles", _PROFILED_CASES, lambda batch: profiles(fused, batch)),
+            (
+                "steps",
+                _PROFILED_CASES if args.steps else (),
+                lambda batch: time_steps(fused, batch, args.rounds),
+            ),
         ]
-        found["profiles"] = {
-            name: profiles(fused, batches[name]) for name in _PROFILED_CASES
-        }
-        if args.steps:
-            found["steps"] = {
-                name: time_steps(fused, batches[name], args.rounds)
-                for name in _PROFILED_CASES
-            }
+        for part, names, measure in parts:
+            found[part] = {}
+            for name in names:
+                result = attempts.run(
+                    f"{architecture}, {name}, {part}",
+                    lambda m=measure, n=name: m(batches[n]),  # type: ignore[misc]
+                )
+                if result is not None:
+                    found[part][name] = result
+                    save()
         fused.clear()
         plain.clear()
-    torch.cuda.empty_cache()
-    return found
+
+
+def _errors(fused: EncoderCudaGraphManager, batch: dict[str, Any]) -> Any:
+    """None, and no problem, where an operation of vLLM's knows no float64."""
+    try:
+        return errors_against_float64(fused, batch)
+    except Exception:
+        traceback.print_exc()
+        return None
 
 
 def _capture_fused(plain: EncoderCudaGraphManager) -> EncoderCudaGraphManager:
@@ -101,7 +127,8 @@ def _capture_fused(plain: EncoderCudaGraphManager) -> EncoderCudaGraphManager:
 def _manager_like(plain: EncoderCudaGraphManager, fused: str) -> Any:
     config = plain.vllm_config
     before = config.additional_config
-    config.additional_config = {"encoder_cg": {"fused": fused}}
+    settings = before["encoder_cg"] | {"fused": fused}
+    config.additional_config = {"encoder_cg": settings}
     try:
         return EncoderCudaGraphManager(config, plain.device, plain.dtype, plain.model)
     finally:

@@ -24,14 +24,15 @@ def print_kernel_check(rows: list[dict[str, Any]]) -> None:
 
 def print_details(found: dict[str, Any]) -> None:
     """Kernels, steps and errors of one encoder."""
-    if "failed" in found:
-        print(f"{found['encoder']}: FAILED, {found['failed']}", flush=True)
+    for problem in found["problems"]:
+        print(problem)
+    if "graphs" not in found:
         return
     print(
         f"\n{found['encoder']}: {found['graphs']}, auto: {found['auto']}, "
         f"one kernel attends up to {found['short_rows']} rows"
     )
-    for name, profiles in found["profiles"].items():
+    for name, profiles in found.get("profiles", {}).items():
         for way, rows in profiles.items():
             total = sum(row["us"] for row in rows)
             launches = sum(row["launches"] for row in rows)
@@ -48,7 +49,7 @@ def print_details(found: dict[str, Any]) -> None:
     for name, steps in found.get("steps", {}).items():
         parts = ", ".join(f"{step}: {ms:.3f} ms" for step, ms in steps.items())
         print(f"{name}, steps: {parts}")
-    for name, errors in found["errors"].items():
+    for name, errors in found.get("errors", {}).items():
         parts = ", ".join(f"{way} {error:.2e}" for way, error in errors.items())
         print(f"{name}, error against float64: {parts}")
     print(flush=True)
@@ -59,22 +60,43 @@ def overview(encoders: list[dict[str, Any]]) -> str:
     names = ("encoder, case", "tokens", *_WAYS, *(f"{a} / {b}" for a, b in _RATIOS))
     lines = [f"| {' | '.join(names)} |", f"|---{'|---:' * (len(names) - 1)}|"]
     for found in encoders:
-        if "failed" in found:
-            lines.append(f"| {found['encoder']} | {found['failed'][:80]} |")
-            continue
         ratios: dict[str, list[float]] = {}
         for row in found["cases"]:
             ms = row["median_ms"]
             cells = [f"{ms[w]:.2f}" if w in ms else "" for w in _WAYS]
             for first, second in _RATIOS:
-                ratio = ms[first] / ms[second] if second in ms else float("nan")
-                ratios.setdefault(f"{first}/{second}", []).append(ratio)
-                cells.append(f"{ratio:.3f}")
+                of_pair = ratios.setdefault(f"{first}/{second}", [])
+                if second in ms:
+                    of_pair.append(ms[first] / ms[second])
+                    cells.append(f"{of_pair[-1]:.3f}")
+                else:
+                    cells.append("")
             lines.append(f"| {row['case']} | {row['tokens']} | {' | '.join(cells)} |")
         means = [
-            f"{statistics.geometric_mean(values):.3f}" for values in ratios.values()
+            f"{statistics.geometric_mean(values):.3f}" if values else ""
+            for values in ratios.values()
         ]
         lines.append(
             f"| {found['encoder']}, mean |  |  |  |  |  | {' | '.join(means)} |"
         )
     return "\n".join(lines)
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """The kernels that are right, and fused / floor of each encoder."""
+    parts = []
+    if report["kernels"]:
+        right = sum(row["ok"] for row in report["kernels"])
+        parts.append(f"{right} of {len(report['kernels'])} kernel checks right")
+    for found in report["encoders"]:
+        ratios = [
+            row["median_ms"]["fused"] / row["median_ms"]["floor"]
+            for row in found["cases"]
+            if "floor" in row["median_ms"]
+        ]
+        if ratios:
+            parts.append(
+                f"{found['encoder']} fused / floor "
+                f"{statistics.geometric_mean(ratios):.3f} ({max(ratios):.3f})"
+            )
+    return ", ".join(parts) or "nothing measured"

@@ -13,15 +13,19 @@ those checks that need none.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
-import traceback
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+    write_json,
+)
 
 
 @dataclass
@@ -47,14 +51,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--only", nargs="+", default=[], help="checks whose names contain a word")
     add("--vision", choices=("released", "small"), default="released")
     add("--list", action="store_true", help="print the names and end")
+    add_time_limit(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    # Nothing is fetched; a kernel of vLLM's needs the second with Triton 3.6.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
+    prepare_environment()
     import torch
 
     from benchmarks.gpu_faults import (  # noqa: F401 - they add their checks
@@ -62,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         life_checks,
         replay_checks,
     )
-    from benchmarks.gpu_faults.support import CHECKS, Context, Encoders, settle
+    from benchmarks.gpu_faults.support import CHECKS, Context, Encoders
 
     chosen = [
         check
@@ -73,41 +76,43 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(check.name for check in chosen))
         return 0
-    options.out.mkdir(parents=True, exist_ok=True)
+    attempts = Attempts(options.stop_after)
     outcomes: list[Outcome] = []
     with ExitStack() as stack:
         encoders = Encoders(stack, options.vision)
         for check in chosen:
-            context = Context(encoders)
-            begin = time.perf_counter()
-            reason = ""
-            try:
-                check.run(context)
-                settle()
-            except Exception as error:
-                traceback.print_exc()
-                reason = f"{type(error).__name__}: {error}"
-            seconds = time.perf_counter() - begin
-            outcomes.append(
-                Outcome(check.name, not reason, seconds, reason, context.figures)
-            )
+            outcomes.append(_run(check, Context(encoders), attempts))
             print(outcomes[-1], flush=True)
-            _write(options.out, outcomes)
-    print("\n".join(["", *map(str, outcomes)]), flush=True)
-    return int(not all(outcome.passed for outcome in outcomes))
+            # After every check, in case that the next one ends the process.
+            write_json(
+                options.out / "gpu-faults.json",
+                {
+                    "device": torch.cuda.get_device_name()
+                    if torch.cuda.is_available()
+                    else "cpu",
+                    "torch": torch.__version__,
+                    "checks": [asdict(outcome) for outcome in outcomes],
+                },
+            )
+        print("\n".join(["", *map(str, outcomes)]), flush=True)
+        passed = sum(outcome.passed for outcome in outcomes)
+        return attempts.finish(f"{passed} of {len(chosen)} checks passed")
 
 
-def _write(folder: Path, outcomes: list[Outcome]) -> None:
-    """After every check, in case that the next one ends the process."""
-    import torch
+def _run(check: Any, context: Any, attempts: Attempts) -> Outcome:
+    """One check, and waiting for whatever it left to the device."""
+    from benchmarks.gpu_faults.support import settle
 
-    report = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "checks": [asdict(outcome) for outcome in outcomes],
-    }
-    path = folder / "gpu-faults.json"
-    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    def run() -> None:
+        check.run(context)
+        settle()
+
+    begin = time.perf_counter()
+    before = len(attempts.problems)
+    attempts.run(check.name, run)
+    seconds = time.perf_counter() - begin
+    reason = "".join(attempts.problems[before:]).removeprefix(f"{check.name}: ")
+    return Outcome(check.name, not reason, seconds, reason, context.figures)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,11 @@ from vllm_encoder_cg.benchmarking.in_tree import (
     InTree,
     capture_in_tree,
     pack_as_reference,
+)
+from vllm_encoder_cg.benchmarking.results import (
+    FLOOR,
+    EncoderBenchmark,
+    GraphCost,
 )
 from vllm_encoder_cg.benchmarking.timing import (
     Call,
@@ -38,10 +42,13 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-OURS, IN_TREE, EAGER, FLOOR = "ours", "in-tree", "eager", "floor"
+OURS, IN_TREE, EAGER = "ours", "in-tree", "eager"
 
 OnProgress = Callable[[str], None]
 """Takes the name of the case that is about to be timed."""
+
+GoOn = Callable[[EncoderBenchmark], bool]
+"""Takes what was measured so far; whether there is to be another case."""
 
 
 @dataclass(frozen=True)
@@ -53,62 +60,6 @@ class BenchSettings:
     """Most seconds per case, beyond three rounds."""
     in_tree: bool = True
     floor: bool = True
-
-
-@dataclass
-class GraphCost:
-    """What a manager's graphs took to make."""
-
-    graphs: int
-    memory_bytes: int
-    seconds: float
-
-
-@dataclass
-class EncoderBenchmark:
-    """Everything that was measured of one encoder."""
-
-    about: dict[str, Any]
-    """Architecture, backend, device, versions: equal for all cases."""
-    graphs: dict[str, GraphCost] = field(default_factory=dict)
-    """By way."""
-    cases: list[CaseTimes] = field(default_factory=list)
-    growth: list[CaseTimes] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """For files: no blanks in it."""
-        name = f"{self.about['architecture']}-{self.about['backend']}"
-        return re.sub(r"[^\w.-]+", "_", name)
-
-    def records(self) -> list[dict[str, Any]]:
-        """One flat record per case and way, as ``vllm bench sweep plot`` reads."""
-        records = []
-        for kind, rows in (("cases", self.cases), ("growth", self.growth)):
-            for row in rows:
-                for way, median in row.median_ms.items():
-                    graphs = self.graphs.get(way)
-                    records.append(
-                        self.about
-                        | {
-                            "kind": kind,
-                            "case": row.case,
-                            "items": row.items,
-                            "tokens": row.tokens,
-                            "way": way,
-                            "median_encoder_forward_ms": median,
-                            "p99_encoder_forward_ms": row.p99_ms[way],
-                            "padding": row.padding.get(way),
-                            "floor_of": row.floor_kind if way == FLOOR else None,
-                        }
-                        | {
-                            f"graph_{name}": value
-                            for name, value in (
-                                asdict(graphs) if graphs else {}
-                            ).items()
-                        }
-                    )
-        return records
 
 
 class EncoderTimer:
@@ -143,11 +94,14 @@ class EncoderTimer:
     def graph_costs(self) -> dict[str, GraphCost]:
         """By way."""
         stats = self.manager.get_cumulative_stats()
+        limit_gib = self.manager.settings.memory_limit_gib
         costs = {
             OURS: GraphCost(
                 stats["num_budgets"],
                 stats["graph_memory_bytes"],
                 stats["capture_seconds"],
+                None if limit_gib is None else limit_gib * 2**30,
+                stats["capture_phases"],
             )
         }
         if self._in_tree is not None:
@@ -293,19 +247,25 @@ def bench_encoder(
     *,
     growth: bool = False,
     on_progress: OnProgress = lambda name: None,
+    go_on: GoOn = lambda benchmark: True,
 ) -> EncoderBenchmark:
     """Times all cases on a captured encoder.
 
     Args:
         growth: also over 1 to 64 items and 64 to 16384 tokens, as far as the
             largest budget goes.
+        go_on: is asked before every case, and may keep what there is by then.
     """
     timer = EncoderTimer(manager, settings or BenchSettings())
     benchmark = EncoderBenchmark(describe(manager), timer.graph_costs())
     for case in cases:
+        if not go_on(benchmark):
+            break
         on_progress(case.name)
         benchmark.cases.append(timer.time_case(case))
     for items, tokens in growth_points(max(manager.token_budgets)) if growth else ():
+        if not go_on(benchmark):
+            break
         case_of_point = timer.growth_case(items, tokens)
         if case_of_point is not None:
             on_progress(f"growth: {case_of_point.name}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_encoder_cg.benchmarking.encoder import EncoderBenchmark
+    from vllm_encoder_cg.benchmarking.results import EncoderBenchmark
     from vllm_encoder_cg.benchmarking.timing import CaseTimes
 
 _COLORS = {

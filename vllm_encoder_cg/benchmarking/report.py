@@ -10,7 +10,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_encoder_cg.benchmarking.encoder import EncoderBenchmark
+    from vllm_encoder_cg.benchmarking.results import EncoderBenchmark, GraphCost
     from vllm_encoder_cg.benchmarking.timing import CaseTimes
 
 OURS = "ours"
@@ -29,11 +29,20 @@ def title(benchmark: EncoderBenchmark) -> str:
         f"{about['captured']} captured"
     )
     for way, cost in benchmark.graphs.items():
-        line += (
-            f"; {way}: {cost.graphs} graphs, {cost.memory_bytes / 2**30:.2f} GiB, "
-            f"{cost.seconds:.1f} s"
-        )
+        line += f"; {way}: {graph_cost(cost)}"
     return line
+
+
+def graph_cost(cost: GraphCost) -> str:
+    """Count, memory and start-up of graphs, the start-up by its parts."""
+    memory = f"{cost.memory_bytes / 2**30:.2f} GiB"
+    if cost.memory_limit_bytes is not None:
+        memory += f" (limit {cost.memory_limit_bytes / 2**30:.2f})"
+    phases = " + ".join(f"{name} {s:.1f}" for name, s in cost.phases.items())
+    return (
+        f"{cost.graphs} graphs, {memory}, {cost.seconds:.1f} s"
+        f"{f' ({phases})' if phases else ''}"
+    )
 
 
 def table_rows(rows: Sequence[CaseTimes]) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one workload on an engine per way: started together, timed one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mm_processor.gate import GO, READY
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ACTIVE = re.compile(r"vllm-encoder-cg \S+ active for")
+_STATISTICS = re.compile(r"Encoder CUDA graphs: Items: (\d+), Hit rate: ([\d.]+)%")
+
+
+@dataclass
+class Engine:
+    """A process of ``vllm bench mm-processor``."""
+
+    way: str
+    process: subprocess.Popen[bytes]
+    folder: Path
+    """With its log.txt and results.json."""
+    begin: float = field(default_factory=time.monotonic)
+    start_s: float | None = None
+    """None: not started yet."""
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    def is_ready(self) -> bool:
+        """Whether its engine is there, and waits."""
+        if self.start_s is None and (self.folder / READY).exists():
+            self.start_s = time.monotonic() - self.begin
+        return self.start_s is not None
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        """With all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def started(
+    commands: Mapping[str, Sequence[str]],
+    environments: Mapping[str, Mapping[str, str]],
+    folder: Path,
+) -> Iterator[list[Engine]]:
+    """Starts one engine per way; in the end, none is left.
+
+    Args:
+        commands: options of ``vllm``, by way.
+        environments: more of the environment, by way.
+        folder: receives a folder per way.
+    """
+    engines = []
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    try:
+        for way, command in commands.items():
+            of_way = folder / way
+            of_way.mkdir(parents=True, exist_ok=True)
+            for name in (READY, GO):
+                (of_way / name).unlink(missing_ok=True)
+            with (of_way / "log.txt").open("wb") as log:
+                process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "benchmarks.mm_processor.gate"),
+                        *(str(of_way), *command),
+                    ],
+                    env=os.environ | {"PYTHONPATH": path} | environments[way],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            engines.append(Engine(way, process, of_way))
+        yield engines
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+def wait_until_ready(engines: Sequence[Engine], limit_s: float) -> None:
+    """Until each is ready or has failed, `limit_s` seconds at most."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        # All of them: is_ready notes when.
+        if all([engine.is_ready() or engine.has_ended() for engine in engines]):  # noqa: C419
+            return
+        time.sleep(0.1)
+
+
+def measure(engine: Engine, limit_s: float) -> dict[str, Any]:
+    """Lets an engine go and waits for its end; what it measured.
+
+    Raises:
+        RuntimeError: it did not start, failed, took too long, or another manager's
+            graphs were active; with the end of its output.
+    """
+    if not engine.is_ready():
+        engine.kill()
+        raise RuntimeError(f"did not start: {engine.log[-3000:]}")
+    (engine.folder / GO).touch()
+    deadline = time.monotonic() + limit_s
+    while not engine.has_ended():
+        if time.monotonic() > deadline:
+            engine.kill()
+            raise RuntimeError(f"took more than {limit_s:.0f} s: {engine.log[-3000:]}")
+        time.sleep(0.1)
+    code = engine.process.returncode
+    engine.kill()  # its engine core, which may outlive it for a moment
+    log = engine.log
+    if code:
+        raise RuntimeError(f"exit code {code}: {log[-3000:]}")
+    active = bool(_ACTIVE.search(log))
+    if active != (engine.way == "ours"):
+        raise RuntimeError(
+            f"this package's graphs are {'' if active else 'not '}active"
+        )
+    return read_results(engine.folder / "results.json", log) | {
+        "start_seconds": engine.start_s
+    }
+
+
+def read_results(path: Path, log: str) -> dict[str, Any]:
+    """The figures of one engine, and what its log says of hits, if it does."""
+    measured = json.loads(path.read_text())
+    forward = measured["mm_processor_stats"]["encoder_forward_ms"]
+    lines = _STATISTICS.findall(log)
+    return {
+        "prompts": measured["completed"],
+        "mean_encoder_forward_ms": forward["mean"],
+        "median_encoder_forward_ms": forward["median"],
+        "p99_encoder_forward_ms": forward.get("p99") or forward["p99.0"],
+        "hit_rate_percent": float(lines[-1][1]) if lines else None,
+    }

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks ``vllm serve`` the same with encoder graphs and without.
+
+    python benchmarks/serve_check.py --out DIR [--architecture NAME]
+
+Two servers start at once on one GPU, each with a sample checkpoint (released vision
+configuration, random weights).  Their greedy tokens must be equal for images alone,
+several together and a video, one request after another and all at once; the one with
+the flag must have encoded by graph, as its ``/metrics`` say.  DIR receives serve.json
+and the servers' logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+    write_json,
+)
+
+TOKENS = 12
+START_S = 240.0
+_METRIC = re.compile(r"^vllm:encoder_cudagraph_(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--architecture", default="Qwen3VLForConditionalGeneration")
+    parser.add_argument("--vision", choices=("small", "released"), default="released")
+    parser.add_argument("--backend", help="--mm-encoder-attn-backend")
+    add_time_limit(parser)
+    args = parser.parse_args()
+    prepare_environment()
+    args.out.mkdir(parents=True, exist_ok=True)
+    attempts = Attempts(args.stop_after)
+    found = attempts.run("two servers", lambda: ask_both(args))
+    if found is None:
+        return attempts.finish("nothing was compared")
+    attempts.problems += problems(found)
+    write_json(args.out / "serve.json", found | {"problems": attempts.problems})
+    hits, items = (found["metrics"].get(name, 0) for name in ("hits", "queries"))
+    return attempts.finish(
+        f"{len(found['without'])} answers, {hits:.0f} of {items:.0f} items by graph"
+    )
+
+
+def ask_both(args: argparse.Namespace) -> dict[str, Any]:
+    """Token ids by request, without graphs and with them, and the metrics of these."""
+    from vllm_encoder_cg.samples.checkpoints import write_checkpoint
+
+    requests = make_requests(args.architecture, small=args.vision == "small")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        checkpoint = write_checkpoint(args.architecture, folder, vision=args.vision)
+        ports = free_ports(2)
+        servers = [
+            stack.enter_context(server(checkpoint, port, graphs=graphs, args=args))
+            for port, graphs in zip(ports, (False, True), strict=True)
+        ]
+        for each in servers:
+            each.wait_until_ready()
+        without, given = (
+            {name: ask(each.url, messages) for name, messages in requests.items()}
+            for each in servers
+        )
+        # At once, and other pixels: vLLM keeps what it has encoded.
+        more = make_requests(args.architecture, small=args.vision == "small", seed=100)
+        with ThreadPoolExecutor(len(more)) as pool:
+            for answers, each in zip((without, given), servers, strict=True):
+                together = pool.map(lambda m, url=each.url: ask(url, m), more.values())
+                names = [f"{name}, at once" for name in more]
+                answers |= dict(zip(names, together, strict=True))
+        return {
+            "without": without,
+            "with": given,
+            "metrics": scrape(servers[1].url),
+            "start_seconds": [round(each.start_s, 1) for each in servers],
+        }
+
+
+def problems(found: dict[str, Any]) -> list[str]:
+    """Answers that differ, and a server that used no graph."""
+    wrong = [
+        f"{name}: other tokens with graphs"
+        for name, tokens in found["without"].items()
+        if found["with"][name] != tokens
+    ]
+    if any(len(tokens) != TOKENS for tokens in found["without"].values()):
+        wrong.append(f"an answer has not {TOKENS} tokens")
+    if not found["metrics"].get("hits"):
+        wrong.append("no item was encoded by graph")
+    return wrong
+
+
+def make_requests(
+    architecture: str, *, small: bool, seed: int = 0
+) -> dict[str, list[dict[str, Any]]]:
+    """Chat messages by name."""
+    from vllm_encoder_cg.samples.architectures import ARCHITECTURES
+    from vllm_encoder_cg.samples.chat_media import ChatPrompt, chat_image, chat_video
+    from vllm_encoder_cg.samples.media import make_video, random_image
+
+    sizes = [(336, 336), (640, 480), (512, 768), (896, 448)]
+    if small:
+        sizes = [(width // 4, height // 4) for width, height in sizes]
+    images = [
+        chat_image(f"{w}x{h}", random_image(w, h, seed=seed + i))
+        for i, (w, h) in enumerate(sizes)
+    ]
+    prompts = [
+        *(ChatPrompt(image.name, (image,)) for image in images[:2]),
+        ChatPrompt("four images", tuple(images)),
+    ]
+    if "video" in ARCHITECTURES[architecture].modalities:
+        frames, _ = make_video(8, 112, 112, seed=seed + 9)
+        prompts.append(ChatPrompt("a video", (chat_video("video", frames),)))
+    return {prompt.name: prompt.messages for prompt in prompts}
+
+
+# -- Servers --------------------------------------------------------------------------
+
+
+class Server:
+    """A process of ``vllm serve``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self.start_s = 0.0
+        self._begin = time.monotonic()
+
+    def wait_until_ready(self) -> None:
+        """Raises RuntimeError, with the end of its log, where it does not start."""
+        while time.monotonic() - self._begin < START_S and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            except OSError:  # not there yet, or not ready
+                time.sleep(0.5)
+            else:
+                self.start_s = time.monotonic() - self._begin
+                return
+        raise RuntimeError(f"vllm serve did not start: {self.log.read_text()[-3000:]}")
+
+
+@contextlib.contextmanager
+def server(
+    checkpoint: Path, port: int, *, graphs: bool, args: argparse.Namespace
+) -> Iterator[Server]:
+    """Starts one and, in the end, stops it."""
+    options = server_options(checkpoint, port, graphs=graphs, args=args)
+    log = args.out / f"serve-{'with' if graphs else 'without'}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *options],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield Server(process, port, log)
+    finally:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def server_options(
+    checkpoint: Path, port: int, *, graphs: bool, args: argparse.Namespace
+) -> list[str]:
+    """The command line of a server."""
+    from vllm.platforms import current_platform
+
+    from vllm_encoder_cg.benchmarking.engine_options import (
+        as_options,
+        shared_gpu_options,
+    )
+    from vllm_encoder_cg.samples.checkpoints import engine_kwargs
+
+    on_gpu = bool(current_platform.is_cuda())
+    options = engine_kwargs(args.architecture) | shared_gpu_options(graphs=graphs)
+    options |= {
+        "port": port,
+        "host": "127.0.0.1",
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    if args.backend:
+        options["mm_encoder_attn_backend"] = args.backend
+    return [str(checkpoint), *as_options(options)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Of this machine; all at once, so that they differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+# -- Requests -------------------------------------------------------------------------
+
+
+def ask(url: str, messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Greedy token ids."""
+    body = {
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            choices = json.load(answer)["choices"]
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        raise RuntimeError(f"{error}: {text[:500]}") from None
+    return list(choices[0]["token_ids"])
+
+
+def scrape(url: str, wait_s: float = 5.0) -> dict[str, float]:
+    """This package's counts at ``/metrics``, which are a second behind; summed over
+    labels."""
+    time.sleep(wait_s)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        return parse_metrics(answer.read().decode())
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """``queries``, ``hits`` and so on, summed over labels."""
+    counts: dict[str, float] = {}
+    for name, _, value in _METRIC.findall(text):
+        name = name.removesuffix("_total")
+        counts[name] = counts.get(name, 0.0) + float(value)
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())
