@@ -26,7 +26,7 @@ from tests.support.engines import (
 )
 from vllm_encoder_cg import __version__
 from vllm_encoder_cg.definitions import EagerReason
-from vllm_encoder_cg.observability.prometheus import METRICS
+from vllm_encoder_cg.observability.exposed_metrics import METRICS
 from vllm_encoder_cg.observability.trace import Trace, read_trace
 from vllm_encoder_cg.samples.chat_media import ChatPrompt
 

@@ -27,6 +27,8 @@ LIGHT_MODULES = [
     ".logger",
     ".observability.metrics",
     ".observability.metrics_folder",
+    ".observability.exposed_metrics",
+    ".observability.metrics_files",
     ".observability.metrics_table",
     ".observability.prometheus",
     ".observability.reporter",

@@ -25,16 +25,14 @@ from tests.support.toy_manager import make_toy_manager
 from vllm_encoder_cg.definitions import EagerReason, GraphKey
 from vllm_encoder_cg.integration.environment import METRICS_DIR
 from vllm_encoder_cg.observability import prometheus
+from vllm_encoder_cg.observability.exposed_metrics import METRICS, Metric, samples
 from vllm_encoder_cg.observability.metrics import EncoderStats
-from vllm_encoder_cg.observability.prometheus import (
+from vllm_encoder_cg.observability.metrics_files import (
     FILE_BYTES,
-    METRICS,
-    EncoderMetricsCollector,
-    Metric,
     MetricsFiles,
     open_metrics_files,
-    samples,
 )
+from vllm_encoder_cg.observability.prometheus import EncoderMetricsCollector
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -275,7 +275,7 @@ def test_a_failure_to_write_metrics_is_said_once(
         raise OSError("no space left")
 
     monkeypatch.setattr(
-        "vllm_encoder_cg.observability.prometheus.MetricsFiles.write", fail
+        "vllm_encoder_cg.observability.metrics_files.MetricsFiles.write", fail
     )
     for _ in range(3):
         manager._reporter.publish()

@@ -15,15 +15,16 @@ from typing import Any
 from vllm_encoder_cg.adapter import GraphShape
 from vllm_encoder_cg.definitions import EncoderItemSpec, GraphKey
 from vllm_encoder_cg.logger import init_logger
+from vllm_encoder_cg.observability.exposed_metrics import samples
 from vllm_encoder_cg.observability.metrics import EncoderStats
-from vllm_encoder_cg.observability.metrics_table import EncoderCudaGraphTable
-from vllm_encoder_cg.observability.prometheus import (
+from vllm_encoder_cg.observability.metrics_files import (
     MetricsFiles,
     open_metrics_files,
-    samples,
 )
+from vllm_encoder_cg.observability.metrics_table import EncoderCudaGraphTable
 from vllm_encoder_cg.observability.trace import TraceHeader
 from vllm_encoder_cg.observability.trace_writer import TraceWriter, check_trace_file
+from vllm_encoder_cg.planning.plans import Plan
 from vllm_encoder_cg.settings import EncoderCgSettings
 
 logger = init_logger(__name__)
@@ -110,7 +111,7 @@ class Reporter:
         if self._trace is not None:
             self._trace.add(modality, specs)
 
-    def encoded(self, plan: Any) -> None:
+    def encoded(self, plan: Plan) -> None:
         """Takes note of a plan as it was run, which `stats` has counted."""
         if self._table is not None:
             self._table.add(plan, self._shapes)
