@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_encoder_cg.integration import random_loader
+from vllm_encoder_cg.integration import random_weights
 from vllm_encoder_cg.integration.random_loader import (
     LOAD_FORMAT,
-    fill_with_random_weights,
     register_random_loader,
 )
+from vllm_encoder_cg.integration.random_weights import fill_with_random_weights
 
 HIDDEN, HEAD_SIZE, HEADS, KV_HEADS, INNER, VOCAB = 64, 16, 4, 2, 96, 100
 
@@ -184,7 +184,7 @@ def make_tower(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeTower]:
                     lambda value=value: value,
                     raising=False,
                 )
-        monkeypatch.setattr(random_loader, "_tensor_parallel_size", lambda: ranks)
+        monkeypatch.setattr(random_weights, "_tensor_parallel_size", lambda: ranks)
         tower = ParallelTower()
         fill_with_random_weights(tower)
         return tower.state_dict()
