@@ -205,11 +205,11 @@ found = {"completed": 4, "mm_processor_stats": {"encoder_forward_ms": forward}}
         assert "graphs are not active" in problems[2]
 
     def test_the_engine_waits_for_its_turn(self, tmp_path: Path) -> None:
-        made: list[Any] = []
-        construct = gate.wait_after(lambda self, x: made.append(x), tmp_path)
+        chat = gate.wait_before(lambda self, prompt: 2 * prompt, tmp_path)
         (tmp_path / gate.GO).touch()
-        construct(None, 3)
-        assert made == [3] and (tmp_path / gate.READY).exists()
+        assert chat(None, 3) == 6 and (tmp_path / gate.READY).exists()
+        (tmp_path / gate.GO).unlink()
+        assert chat(None, 4) == 8, "waits once"
 
     def test_the_table_has_what_ours_saves(self) -> None:
         def record(way: str, mean: float) -> dict[str, Any]:

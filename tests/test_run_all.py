@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import pytest
 from benchmarks.run_all import __main__ as run_all
 from benchmarks.run_all.jobs import JOBS, Job, chosen_jobs
 from benchmarks.run_all.scheduler import Scheduler, last_line
+from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 
+FOLDER = Path(run_all.__file__).parents[1]
 FOREVER = float("inf")
 
 
@@ -146,11 +150,42 @@ class TestJobs:
             assert "{" not in job.command.format(out="o", seconds=1)
             assert job.expected_s < job.limit_s <= 580, job.name
 
+    @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+    def test_the_script_takes_its_arguments(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        class Parsed(Exception):
+            pass
+
+        def parsed(*args: Any, **kwargs: Any) -> None:
+            raise Parsed
+
+        words = shlex.split(job.command.format(out=tmp_path, seconds=100))
+        names = [word.partition(":")[0] for word in words if not word.isupper()]
+        architectures = [name for name in names if name[:1].isupper()]
+        assert set(architectures) <= set(ARCHITECTURES)
+        module = words[1] if words[0] == "-m" else words[0].replace("/", ".")[:-3]
+        if module == "vllm_encoder_cg":
+            module = "vllm_encoder_cg.cli"
+        elif (FOLDER / module.rpartition(".")[2] / "__main__.py").exists():
+            module += ".__main__"
+        script = importlib.import_module(module)
+        first = {
+            "benchmarks.step_times": "_record",
+            "benchmarks.multi_gpu.__main__": "TimeLimit",
+        }.get(module, "prepare_environment")
+        if module == "vllm_encoder_cg.cli":
+            monkeypatch.setattr("vllm_encoder_cg.cli.verify.prepare_vllm", parsed)
+        else:
+            monkeypatch.setattr(script, first, parsed)
+        monkeypatch.setattr("sys.argv", words[1:] if words[0] == "-m" else words)
+        with pytest.raises(Parsed):
+            script.main()
+
     def test_every_script_is_run_by_a_job(self) -> None:
-        folder = Path(run_all.__file__).parents[1]
-        scripts = {f"benchmarks/{path.name}" for path in folder.glob("*.py")}
+        scripts = {f"benchmarks/{path.name}" for path in FOLDER.glob("*.py")}
         scripts |= {
-            f"-m benchmarks.{path.parent.name}" for path in folder.glob("*/__main__.py")
+            f"-m benchmarks.{path.parent.name}" for path in FOLDER.glob("*/__main__.py")
         }
         commands = " ".join(job.command for job in JOBS)
         unused = {

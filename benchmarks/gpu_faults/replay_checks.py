@@ -246,7 +246,7 @@ def fp8_attention(context: Context) -> None:
 def fp8_weights(context: Context) -> None:
     """Quantised as they are loaded: vLLM's dummy weights, which are then brought to
     a real scale."""
-    manager = context.encoders.get(quantization="fp8", load_format="dummy")
+    manager = context.encoders.get(quantization="fp8_per_tensor", load_format="dummy")
     context.figures["reason"] = manager.inactive_reason
     context.figures["layers"] = _give_real_scale(manager.model.visual)
     assert context.figures["layers"] > 0, "nothing of the tower is quantised"

@@ -40,7 +40,7 @@ class Engine:
         return (self.folder / "log.txt").read_text(errors="replace")
 
     def is_ready(self) -> bool:
-        """Whether its engine is there, and waits."""
+        """Whether its engine and its requests are there, and it waits."""
         if self.start_s is None and (self.folder / READY).exists():
             self.start_s = time.monotonic() - self.begin
         return self.start_s is not None

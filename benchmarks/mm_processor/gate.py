@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``vllm`` command, whose engine waits once it has started.
+"""The ``vllm`` command, which waits before it asks its engine for the first time.
 
 ::
 
     python -m benchmarks.mm_processor.gate FOLDER OPTIONS-OF-VLLM ...
 
-Makes ``FOLDER/ready`` when its ``LLM`` is there, and goes on when there is
-``FOLDER/go``: engines may start beside each other and still be timed alone.
+Makes ``FOLDER/ready`` when its ``LLM`` and the requests are there, and goes on when
+there is ``FOLDER/go``: engines may start beside each other and still be timed alone.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ def main() -> None:
     from vllm import LLM
     from vllm.entrypoints.cli.main import main as vllm_main
 
-    LLM.__init__ = wait_after(LLM.__init__, folder)
+    LLM.chat = wait_before(LLM.chat, folder)
     vllm_main()
 
 
-def wait_after(construct: Callable[..., None], folder: Path) -> Callable[..., None]:
-    """A constructor that waits at its end."""
+def wait_before(chat: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """The method, of which the first call waits."""
 
-    @functools.wraps(construct)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        construct(*args, **kwargs)
-        (folder / READY).touch()
-        while not (folder / GO).exists():
-            time.sleep(0.05)
+    @functools.wraps(chat)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not (folder / READY).exists():
+            (folder / READY).touch()
+            while not (folder / GO).exists():
+                time.sleep(0.05)
+        return chat(*args, **kwargs)
 
     return wrapper
 

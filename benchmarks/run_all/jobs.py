@@ -50,7 +50,9 @@ _VERIFY = "-m vllm_encoder_cg verify --vision released --json {out}/verify.json"
 _MM = f"-m benchmarks.mm_processor {_LIMITED} --workloads"
 _LATENCY = f"benchmarks/encoder_latency.py {_LIMITED} --rounds 10 --limit-s 1.5"
 _FUSED = f"-m benchmarks.fused_forward {_LIMITED} --rounds 10"
-_RANKS = "-m benchmarks.multi_gpu --output {out} --ranks 2 --parts"
+_RANKS = (
+    "-m benchmarks.multi_gpu --output {out} --stop-after {seconds} --ranks 2 --parts"
+)
 
 JOBS = (
     # Is it right?
