@@ -74,22 +74,14 @@ def native_models() -> list[str]:
     Read from the source, since importing every model takes minutes.
     """
     spec = find_spec("vllm")
-    folders = (
-        [
-            Path(root) / "model_executor" / "models"
-            for root in (spec.submodule_search_locations or ())
-        ]
-        if spec
-        else []
-    )
-    adapted = {model.architecture for model in ADAPTED}
+    roots = (spec.submodule_search_locations or ()) if spec else ()
     found = {
         name
-        for folder in folders
-        for file in folder.glob("*.py")
+        for root in roots
+        for file in Path(root, "model_executor", "models").glob("*.py")
         for name in _classes_with_the_protocol(file.read_text())
     }
-    return sorted(found - adapted)
+    return sorted(found - {model.architecture for model in ADAPTED})
 
 
 def _classes_with_the_protocol(source: str) -> Iterator[str]:

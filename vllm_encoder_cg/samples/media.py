@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-#: (name, package, path inside the package)
 PHOTOGRAPHS = (
     ("grace_hopper", "matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
     ("china", "sklearn", "datasets/images/china.jpg"),
     ("flower", "sklearn", "datasets/images/flower.jpg"),
 )
+"""(name, package, path inside the package)."""
 
 FRAMES_PER_SECOND = 2.0
 
