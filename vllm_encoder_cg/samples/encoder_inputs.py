@@ -43,15 +43,6 @@ class InputMaker(Protocol):
         ...
 
 
-_MAKERS: dict[type, InputMaker] = {}
-
-
-def register_maker(base: type, maker: InputMaker) -> None:
-    """Uses `maker` for `base` and for those of its subclasses that have no nearer
-    one."""
-    _MAKERS[base] = maker
-
-
 def image_batch(
     adapter: EncoderAdapter, sizes: Sequence[ImageSize], seed: int
 ) -> dict[str, Any]:
@@ -130,9 +121,6 @@ class PackedInputs:
         return adapter.random_kwargs(modality, grids, generator)
 
 
-register_maker(PackedTowerAdapter, PackedInputs())
-
-
 class TiledInputs:
     """Tiles as processors cut them: as many as cover the image, up to 4 by 4."""
 
@@ -161,9 +149,6 @@ class TiledInputs:
         return adapter.random_videos([clip[0] for clip in clips], generator)
 
 
-register_maker(TiledTowerAdapter, TiledInputs())
-
-
 class SoftTokenInputs:
     """Images and frames scaled to fill most of their soft tokens."""
 
@@ -187,9 +172,6 @@ class SoftTokenInputs:
             for frames, width, height in clips
         ]
         return adapter.random_videos(grids, generator)
-
-
-register_maker(Gemma4Adapter, SoftTokenInputs())
 
 
 class SlicedInputs:
@@ -230,4 +212,10 @@ class SlicedInputs:
         return grids
 
 
-register_maker(MiniCPMVAdapter, SlicedInputs())
+_MAKERS: dict[type, InputMaker] = {
+    PackedTowerAdapter: PackedInputs(),
+    TiledTowerAdapter: TiledInputs(),
+    Gemma4Adapter: SoftTokenInputs(),
+    MiniCPMVAdapter: SlicedInputs(),
+}
+"""By adapter; one also serves the subclasses that have no nearer one."""
