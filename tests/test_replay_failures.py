@@ -168,3 +168,22 @@ def test_what_cannot_be_captured_gives_its_tensors_back(
     assert {key.token_budget for key in manager._graphs.graphs} == {2, 8}
     assert {key.token_budget for key in manager._graphs.dropped} == {4}
     assert_next_is_right(manager)
+
+
+def test_buffers_of_the_largest_graph_go_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were made for more than any graph that is left reads."""
+
+    class FailsAtTheLargest(ToyAdapter):
+        def forward(
+            self, buffers: dict[str, torch.Tensor], shape: GraphShape
+        ) -> torch.Tensor:
+            if shape.key.token_budget == 8:
+                raise torch.OutOfMemoryError("no memory, on purpose")
+            return super().forward(buffers, shape)
+
+    whole = make_toy_manager(monkeypatch)._graphs
+    left = make_toy_manager(monkeypatch, adapter=FailsAtTheLargest)._graphs
+    assert {key.token_budget for key in left.graphs} == {2, 4}
+    assert left.arena.nbytes() == whole.arena.nbytes() // 2
