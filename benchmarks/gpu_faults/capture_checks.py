@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu_faults.support import (
     BUDGETS,
+    DEEPSEEK,
     MIB,
     Context,
     capturing,
@@ -159,6 +160,34 @@ def capture_again(context: Context) -> None:
         used.append(used_memory())
     context.figures["used_mib"] = [value // MIB for value in used]
     assert used[-1] - used[1] <= 8 * MIB, "memory grows from capture to capture"
+
+
+@check("capture: two paths within a memory limit, nothing left cached", gpu_only=True)
+def within_limit(context: Context) -> None:
+    """vLLM's runners count what is missing after a capture as graph memory."""
+    base = context.encoders.get(DEEPSEEK, budgets=())
+    limit_mib = 1024
+    manager = variant(
+        base, budgets=(*BUDGETS, 1536, 2048, 4096), memory_limit_gib=limit_mib / 1024
+    )
+    before = used_memory()
+    manager.capture()
+    kept = torch.cuda.memory_reserved() - before
+    reported = manager.stats.graph_memory_bytes
+    largest: dict[str, int] = {}
+    for key in manager._graphs.graphs:
+        largest[key.path] = max(key.token_budget, largest.get(key.path, 0))
+    context.figures |= {
+        "reported_mib": reported / MIB,
+        "kept_mib": kept / MIB,
+        "largest": largest,
+        "seconds": manager.get_cumulative_stats()["capture_phases"],
+    }
+    assert len(largest) == 2, "a path has no graph"
+    assert reported <= 1.02 * limit_mib * MIB, "more than the limit"
+    assert kept <= reported + 64 * MIB, "memory stays cached"
+    context.figures["error"] = serve(manager)
+    manager.clear()
 
 
 @check("capture: two managers in one pool")

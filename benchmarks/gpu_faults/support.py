@@ -25,6 +25,7 @@ QWEN3 = "Qwen3VLForConditionalGeneration"
 QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
 GEMMA3 = "Gemma3ForConditionalGeneration"
 INTERNVL = "InternVLChatModel"
+DEEPSEEK = "DeepseekOCRForCausalLM"
 
 BUDGETS = (64, 128, 192, 256, 384, 512, 768, 1024)
 """Eight, so that there is a third one to fail."""
