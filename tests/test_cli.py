@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.variants import AttendsAcrossImages
+from vllm_encoder_cg.cli.output import write_json
 from vllm_encoder_cg.cli.verify import verify
 from vllm_encoder_cg.samples.media import photographs
 
@@ -87,6 +89,30 @@ def test_a_full_disk_behind_standard_output_is_one_line() -> None:
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert "No space left on device" in line
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
+    """The error of a graph that makes NaN is infinite, which is no JSON."""
+    results = {"cases": [{"error": math.inf, "tokens": 3}], "times": (math.nan, 1.5)}
+    file = tmp_path / "results.json"
+    write_json(file, results)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    assert json.loads(file.read_text(), parse_constant=refuse) == {
+        "cases": [{"error": None, "tokens": 3}],
+        "times": [None, 1.5],
+    }
+
+
+@pytest.mark.parametrize(("option", "value"), [("--max-tokens", "0"), ("--seed", "-1")])
+def test_the_demo_refuses_a_number_before_it_starts_an_engine(
+    option: str, value: str
+) -> None:
+    result = run("demo", option, value)
+    assert result.returncode == 2
+    assert option in result.stderr and "Traceback" not in result.stderr
 
 
 def test_help_names_the_commands_and_loads_neither_torch_nor_vllm() -> None:

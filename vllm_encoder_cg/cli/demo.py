@@ -70,8 +70,10 @@ def demo(
             "Qwen3-VL with random weights."
         ),
     ] = None,
-    max_tokens: Annotated[int, Option(help="Tokens to generate per prompt.")] = 16,
-    seed: Annotated[int, Option(help="Of the engine.")] = 0,
+    max_tokens: Annotated[
+        int, Option(help="Tokens to generate per prompt.", min=1)
+    ] = 16,
+    seed: Annotated[int, Option(help="Of the engine.", min=0)] = 0,
     json: JsonFile = None,
     verbose: Verbose = False,
 ) -> None:

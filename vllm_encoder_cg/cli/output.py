@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import traceback
@@ -145,10 +146,11 @@ def print_line(text: str) -> None:
 
 
 def write_json(path: Path | None, content: dict[str, Any] | list[Any]) -> None:
-    """Writes `content` where a path was given."""
+    """Writes `content` where a path was given; numbers that are not finite, for
+    which JSON has no word, as null."""
     if path is None:
         return
-    text = json.dumps(content, indent=2)
+    text = json.dumps(_finite(content), indent=2)
     if path == _STDOUT:
         print(text)
         return
@@ -157,6 +159,14 @@ def write_json(path: Path | None, content: dict[str, Any] | list[Any]) -> None:
     except OSError as error:
         fail(f"json: {path} cannot be written: {error.strerror}")
     console.print(f"written to {path}")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
