@@ -24,5 +24,7 @@ def prepare_vllm(
     # The engine in this process, so that its encoder can be looked at.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # A kernel of vLLM's for DeepSeek-OCR needs it with Triton 3.6.
+    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
     if offline:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
