@@ -26,7 +26,8 @@ def test_checks_that_need_no_gpu_pass_here(
     assert code == 0, checks
     assert [check["passed"] for check in checks] == [True, True]
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:4] for line in lines[-2:]] == ["PASS", "PASS"]
+    assert [line[:4] for line in lines[-3:-1]] == ["PASS", "PASS"]
+    assert lines[-1] == "verdict: ok: 2 of 2 checks passed"
 
 
 def test_a_check_that_fails_is_told_and_the_next_one_runs(

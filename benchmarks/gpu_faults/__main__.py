@@ -103,14 +103,19 @@ def _run(check: Any, context: Any, attempts: Attempts) -> Outcome:
     """One check, and waiting for whatever it left to the device."""
     from benchmarks.gpu_faults.support import settle
 
-    def run() -> None:
-        check.run(context)
-        settle()
+    seconds = 0.0
 
-    begin = time.perf_counter()
+    def run() -> None:
+        nonlocal seconds
+        begin = time.perf_counter()
+        try:
+            check.run(context)
+            settle()
+        finally:
+            seconds = time.perf_counter() - begin
+
     before = len(attempts.problems)
     attempts.run(check.name, run)
-    seconds = time.perf_counter() - begin
     reason = "".join(attempts.problems[before:]).removeprefix(f"{check.name}: ")
     return Outcome(check.name, not reason, seconds, reason, context.figures)
 
