@@ -106,12 +106,12 @@ def without(manager: EncoderCudaGraphManager, path: str) -> Iterator[None]:
     for key in list(kept):
         if key.path == path:
             graphs.drop(key)
-    manager._make_planner()
+    manager._plan_anew()
     try:
         yield
     finally:
         graphs.graphs, graphs.dropped = kept, dropped
-        manager._make_planner()
+        manager._plan_anew()
 
 
 def budgets(manager: EncoderCudaGraphManager) -> tuple[int, int]:

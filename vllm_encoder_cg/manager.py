@@ -8,7 +8,6 @@ what a model's inputs look like is its adapter's business.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -26,14 +25,13 @@ from vllm_encoder_cg.observability.reporter import Reporter
 from vllm_encoder_cg.observability.step_timer import StepTimer
 from vllm_encoder_cg.observability.trace import trace_header
 from vllm_encoder_cg.plan_runner import PlanRunner
-from vllm_encoder_cg.planning.budgets import BudgetPlan, resolve_budgets, within_reach
 from vllm_encoder_cg.planning.costs import CostModel
 from vllm_encoder_cg.planning.planner import Planner
 from vllm_encoder_cg.planning.plans import Plan
 from vllm_encoder_cg.planning.sharding import PathRate
 from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
-from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
-from vllm_encoder_cg.shapes import choose_shapes
+from vllm_encoder_cg.settings import EncoderCgSettings
+from vllm_encoder_cg.shapes import choose_shapes, plan_budgets
 from vllm_encoder_cg.startup.forward_choice import choose_forward
 from vllm_encoder_cg.startup.known_costs import KnownCosts, usable_cost_file
 from vllm_encoder_cg.startup.memory_meter import give_back_cached
@@ -117,7 +115,7 @@ class EncoderCudaGraphManager:
     def _set_up(self) -> None:
         """What is known of the graphs before they are captured."""
         self.config = self.adapter.config()
-        self.budgets = self._resolve_budgets()
+        self.budgets = plan_budgets(self.adapter, self.config, self.settings)
         self.token_budgets = list(self.budgets.token_budgets)
         self._shapes = choose_shapes(
             self.adapter, self.config, self.budgets, self.settings.max_graphs
@@ -137,32 +135,6 @@ class EncoderCudaGraphManager:
     def _make_check(self) -> SelfCheck:
         return SelfCheck(
             self.adapter, self._ranks, self.settings.on_mismatch == "raise"
-        )
-
-    def _resolve_budgets(self) -> BudgetPlan:
-        multimodal = self.vllm_config.model_config.multimodal_config
-        video_limit = (
-            multimodal.get_limit_per_prompt("video")
-            if "video" in self.config.modalities
-            else 0
-        )
-        fields = CompilationFields.from_compilation_config(
-            self.vllm_config.compilation_config
-        )
-        scheduler = getattr(self.vllm_config, "scheduler_config", None)
-        if scheduler is not None:
-            longest = self.vllm_config.model_config.max_model_len
-            fields = within_reach(
-                fields, max(scheduler.max_num_batched_tokens, longest)
-            )
-        return resolve_budgets(
-            fields,
-            self.settings,
-            self.adapter.budget_range(),
-            self.config.paths,
-            self.config.max_frames_per_video,
-            video_limit,
-            axis_combinations=math.prod(map(len, self.config.capture_axes)),
         )
 
     # -- What vLLM's runners call -------------------------------------------
@@ -211,7 +183,6 @@ class EncoderCudaGraphManager:
         self.clear()
         if not self._shapes:
             return
-        measures = self.device.type == "cuda" and self.settings.cost_model
         known = KnownCosts(
             usable_cost_file(self.settings, self.device),
             self.adapter,
@@ -228,6 +199,7 @@ class EncoderCudaGraphManager:
             known.forward_setting,
         )
         watch.lap("forward")
+        limit_gib = self.settings.memory_limit_gib
         self._graphs = capture_graphs(
             self.adapter,
             self._shapes,
@@ -235,9 +207,7 @@ class EncoderCudaGraphManager:
             self.device,
             graph_pool,
             self._ranks,
-            None
-            if self.settings.memory_limit_gib is None
-            else self.settings.memory_limit_gib * 2**30,
+            None if limit_gib is None else limit_gib * 2**30,
         )
         watch.lap("capture")
         if self.settings.self_check:
@@ -252,7 +222,7 @@ class EncoderCudaGraphManager:
             return
         self._weights = WeightWatch(self.model)
         if self.device.type == "cuda":
-            if measures:
+            if self.settings.cost_model:
                 self.costs, self._rates = known.load_or_measure(self._graphs)
                 watch.lap("costs")
             if self._ranks.share_items:
@@ -260,49 +230,46 @@ class EncoderCudaGraphManager:
         # Of eager forwards.  The runners take what is missing now for graphs, and
         # leave so much less to the KV cache.
         give_back_cached(self.device)
-        self._executor = BatchExecutor(
+        self._executor = self._make_executor()
+        self._count_graphs()
+        watch.lap("rest")
+        self._capture_time = watch
+        self._start_reports()
+        logger.info("Encoder CUDA graphs: %s; %s", self._graphs.summary(), watch)
+
+    def _make_executor(self) -> BatchExecutor:
+        graphs = self._graphs
+        return BatchExecutor(
             self.adapter,
-            self._new_planner(),
-            PlanRunner(
-                self.adapter, self._graphs, self._check, self._timer, self._make_planner
-            ),
+            self._make_planner(),
+            PlanRunner(self.adapter, graphs, self._check, self._timer, self._plan_anew),
             self._ranks,
             self._gather,
             self._rates,
             BatchLog(
-                self.stats,
-                self._reporter,
-                self._ranks,
-                self._graphs.shapes,
-                self._observe,
+                self.stats, self._reporter, self._ranks, graphs.shapes, self._observe
             ),
-        )
-        self._count_graphs()
-        watch.lap("rest")
-        self._capture_time = watch
-        self._timer.watch(self.model)
-        self._reporter.start(
-            trace_header(
-                type(self.model).__name__,
-                self.adapter.budget_range(),
-                self.config.paths,
-                self._graphs.shapes,
-                self.budgets.limits.max_items,
-                self._graphs.memory_bytes,
-            ),
-            self._graphs.shapes,
-        )
-        logger.info(
-            "Encoder CUDA graphs: %s; %s", self._graphs.summary(), self._capture_time
         )
 
-    def _make_planner(self) -> None:
+    def _start_reports(self) -> None:
+        self._timer.watch(self.model)
+        header = trace_header(
+            type(self.model).__name__,
+            self.adapter.budget_range(),
+            self.config.paths,
+            self._graphs.shapes,
+            self.budgets.limits.max_items,
+            self._graphs.memory_bytes,
+        )
+        self._reporter.start(header, self._graphs.shapes)
+
+    def _plan_anew(self) -> None:
         """Has batches planned with the graphs that are left."""
         if self._executor is not None:
-            self._executor.planner = self._new_planner()
+            self._executor.planner = self._make_planner()
         self._count_graphs()
 
-    def _new_planner(self) -> Planner:
+    def _make_planner(self) -> Planner:
         graphs = self._graphs
         return Planner(
             {key: graphs.shapes[key].capacity for key in graphs.graphs},

@@ -4,19 +4,51 @@ their groups."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
 from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
 from vllm_encoder_cg.definitions import AxisKeys, EncoderCudaGraphConfig, GraphKey
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.planning.budgets import BudgetPlan
+from vllm_encoder_cg.planning.budgets import BudgetPlan, resolve_budgets, within_reach
+from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 
 logger = init_logger(__name__)
 
 MANY_GRAPHS = 64
 """Graphs of one path above which a warning is given, unless the user asked for
 more: each takes start-up time, and some memory of its own."""
+
+
+def plan_budgets(
+    adapter: EncoderAdapter, config: EncoderCudaGraphConfig, settings: EncoderCgSettings
+) -> BudgetPlan:
+    """Budgets and limits under the engine's ``VllmConfig``, which `adapter` has.
+
+    Raises:
+        ValueError: a ``CompilationConfig`` field does not fit, or the model's range
+            is invalid.
+    """
+    vllm_config = adapter.vllm_config
+    video_limit = 0
+    if "video" in config.modalities:
+        multimodal = vllm_config.model_config.multimodal_config
+        video_limit = multimodal.get_limit_per_prompt("video")
+    fields = CompilationFields.from_compilation_config(vllm_config.compilation_config)
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    if scheduler is not None:
+        longest = vllm_config.model_config.max_model_len
+        fields = within_reach(fields, max(scheduler.max_num_batched_tokens, longest))
+    return resolve_budgets(
+        fields,
+        settings,
+        adapter.budget_range(),
+        config.paths,
+        config.max_frames_per_video,
+        video_limit,
+        axis_combinations=math.prod(map(len, config.capture_axes)),
+    )
 
 
 def choose_shapes(

@@ -199,7 +199,7 @@ def _check_batches(
     if result.ranks > 1 and alone:
         for key in list(manager._graphs.graphs)[::2]:
             manager._graphs.drop(key)
-        manager._make_planner()
+        manager._plan_anew()
     for seed, batch in list(enumerate(batches))[:_WITH_DROPPED_GRAPHS]:
         _compare(manager, batch, seed, checkpoint, result)
     result.replayed = manager.stats.hits

@@ -4,7 +4,7 @@ torch of itself.
 
 A script that is ended early has lost nothing but what was running: it writes its
 results after every step, begins none after ``--stop-after`` seconds, and says last
-what it found, in one line that ``benchmarks/run_all.py`` repeats.
+what it found, in one line that ``benchmarks/run_all`` repeats.
 """
 
 from __future__ import annotations
