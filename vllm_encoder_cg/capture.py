@@ -220,6 +220,7 @@ def _capture_all(
                 if not limit.held(shape.key, taken, alone=alone):
                     if not alone:
                         return None
+                    del own_bytes[shape.key.group]
                     result.leave_out(shape.key)
                     memory.give_back()
             continue
