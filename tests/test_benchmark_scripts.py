@@ -291,6 +291,10 @@ class TestServeCheck:
         other = {"a": [0] * serve_check.TOKENS}
         (problem,) = serve_check.problems(self.found(**{"with": other}))
         assert problem == "a: other tokens with graphs"
+        name = f"a{serve_check.AT_ONCE}"
+        batched = {"without": {name: [1] * serve_check.TOKENS}, "with": {name: [2]}}
+        (problem,) = serve_check.problems(self.found(**batched))
+        assert problem == f"{name}: 1 tokens with graphs instead of 12"
         (problem,) = serve_check.problems(self.found(metrics={}))
         assert problem == "no item was encoded by graph"
 

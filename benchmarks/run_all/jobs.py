@@ -87,7 +87,7 @@ JOBS = (
     ),
     Job("fused", f"{_FUSED} {_KIMI} {_GLM} {_ERNIE}", 300, 580),
     Job("fused-steps", f"{_FUSED} --no-kernel-check --steps {_QWEN3}", 120, 400),
-    Job("host-work", f"benchmarks/host_work.py {_LIMITED}", 200, 400),
+    Job("host-work", f"benchmarks/host_work.py {_LIMITED}", 280, 480),
     Job("staircase", f"benchmarks/replay_staircase.py {_LIMITED}", 80, 240),
     Job("padding-gap", f"benchmarks/padding_gap.py {_LIMITED}", 80, 240),
     Job("step-times", "benchmarks/step_times.py --out {out}", 40, 120),

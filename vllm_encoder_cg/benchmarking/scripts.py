@@ -119,4 +119,8 @@ def _give_back() -> None:
     torch = sys.modules.get("torch")
     gc.collect()
     if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            # An illegal access ends a context for good; what follows tells so, too.
+            print(f"the device does not answer: {error}", flush=True)
