@@ -123,6 +123,20 @@ def test_tables_on_the_host() -> None:
     assert taken[3] is taken[0] and taken[4] is taken[1]
 
 
+def test_a_table_on_the_host_is_not_written_before_it_was_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A table that is taken again waits for its last copy; a new one for nothing."""
+    waited: list[HostTable] = []
+    monkeypatch.setattr(HostTable, "wait", waited.append)
+    tables = HostTables(per_length=2)
+    first, second = tables.take(7), tables.take(7)
+    tables.take(5)
+    assert waited == []
+    assert tables.take(7) is first and waited == [first]
+    assert tables.take(7) is second and waited == [first, second]
+
+
 def test_tables_on_the_device() -> None:
     tables = DeviceTables(per_layout=3)
     buffer = torch.zeros(2, dtype=torch.int32)
