@@ -128,7 +128,7 @@ def test_a_table_on_the_host_is_not_written_before_it_was_copied(
 ) -> None:
     """A table that is taken again waits for its last copy; a new one for nothing."""
     waited: list[HostTable] = []
-    monkeypatch.setattr(HostTable, "wait", waited.append)
+    monkeypatch.setattr(HostTable, "wait", lambda table: waited.append(table))
     tables = HostTables(per_length=2)
     first, second = tables.take(7), tables.take(7)
     tables.take(5)
