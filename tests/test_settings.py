@@ -178,7 +178,7 @@ def test_settings_cannot_be_changed() -> None:
 
 
 def test_compilation_fields_that_are_absent_are_inferred() -> None:
-    assert fields() == CompilationFields((), 0, None, enabled=False)
+    assert fields() == CompilationFields((), 0, None)
 
 
 def test_compilation_fields_are_read() -> None:

@@ -18,6 +18,11 @@ from vllm_encoder_cg.logger import init_logger
 
 logger = init_logger(__name__)
 
+BUDGETS_FIELD = "encoder_cudagraph_token_budgets"
+ITEMS_FIELD = "encoder_cudagraph_max_vision_items_per_batch"
+FRAMES_FIELD = "encoder_cudagraph_max_frames_per_batch"
+"""Of vLLM's ``CompilationConfig``."""
+
 _KEY = "encoder_cg"
 _PREFIX = f"additional_config.{_KEY}"
 _NEAR_KEY = 0.9
@@ -220,13 +225,11 @@ class CompilationFields:
     max_frames: int | None = None
     """None: inferred."""
 
-    enabled: bool = True
-    """``cudagraph_mm_encoder``."""
-
     @classmethod
     def from_compilation_config(cls, compilation_config: Any) -> CompilationFields:
         """Reads the fields of `compilation_config` (any object that has them; an
-        absent one counts as vLLM's default).
+        absent one counts as vLLM's default), and checks ``cudagraph_mm_encoder``,
+        by which vLLM decides whether there is a manager.
 
         Raises:
             ValueError: a field has a value of the wrong kind or range.
@@ -237,20 +240,16 @@ class CompilationFields:
                 f"cudagraph_mm_encoder: got {enabled!r}; use true to capture encoder "
                 "graphs or false not to"
             )
-        name = "encoder_cudagraph_max_vision_items_per_batch"
-        items = getattr(compilation_config, name, None)
-        items = _count(name, 0 if items is None else items, "0 to infer it")
-        name = "encoder_cudagraph_max_frames_per_batch"
-        frames = getattr(compilation_config, name, None)
+        items = getattr(compilation_config, ITEMS_FIELD, None)
+        items = _count(ITEMS_FIELD, 0 if items is None else items, "0 to infer it")
+        frames = getattr(compilation_config, FRAMES_FIELD, None)
         if frames is not None:
-            frames = _count(
-                name, frames, "0 for images only, or leave it out to infer it"
-            )
+            otherwise = "0 for images only, or leave it out to infer it"
+            frames = _count(FRAMES_FIELD, frames, otherwise)
         return cls(
             token_budgets=_read_budgets(compilation_config),
             max_items=items,
             max_frames=frames,
-            enabled=enabled,
         )
 
 
@@ -267,7 +266,7 @@ def _count(name: str, value: Any, otherwise: str) -> int:
 
 
 def _read_budgets(compilation_config: Any) -> tuple[int, ...]:
-    name = "encoder_cudagraph_token_budgets"
+    name = BUDGETS_FIELD
     given = getattr(compilation_config, name, None)
     if given is None:
         return ()

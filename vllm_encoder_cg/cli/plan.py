@@ -174,12 +174,9 @@ def plan(
             traffic = traffic_of_trace(read_trace(trace))
             _report_size(sum(traffic.batches.values()))
         else:
-            traffic = traffic_of_mix(
-                parse_mix(items or "", token_side),
-                _MIN_TOKENS,
-                _MAX_TOKENS,
-                range(1, items_per_batch + 1),
-            )
+            mix = parse_mix(items or "", token_side)
+            numbers = range(1, items_per_batch + 1)
+            traffic = traffic_of_mix(mix, _MIN_TOKENS, _MAX_TOKENS, numbers)
         traffic = _changed(traffic, min_tokens, max_tokens, ranks)
         costs, memory = _read_costs(cost_file, traffic)
         shown = traffic.thinned(_MOST_BATCHES)
@@ -191,10 +188,7 @@ def plan(
         limits = ProposalLimits(max_graphs, memory_gib, max_items, largest)
         with console.status("searching budgets ..."):
             ladder, outcome = propose(shown, limits, costs, memory)
-            rows = [
-                Row("proposed", ladder, outcome),
-                *_other_rows(shown, costs),
-            ]
+            rows = [Row("proposed", ladder, outcome), *_other_rows(shown, costs)]
     except (TraceError, CostFileError, FileNotFoundError, ValueError) as error:
         fail(str(error))
     measured = cost_file is not None

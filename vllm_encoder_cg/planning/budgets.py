@@ -19,7 +19,12 @@ from vllm_encoder_cg.definitions import (
 )
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.planning.costs import TokenCosts
-from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
+from vllm_encoder_cg.settings import (
+    BUDGETS_FIELD,
+    ITEMS_FIELD,
+    CompilationFields,
+    EncoderCgSettings,
+)
 
 logger = init_logger(__name__)
 
@@ -31,9 +36,6 @@ _SPARSE_WEIGHT = 1 / 4
 _MIN_GROWTH = 1.06
 """Closer budgets would save less time than differs from one measurement to the next."""
 _FIXED_TOKENS = TokenCosts().per_replay
-
-_BUDGETS_FIELD = "encoder_cudagraph_token_budgets"
-_ITEMS_FIELD = "encoder_cudagraph_max_vision_items_per_batch"
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def within_reach(fields: CompilationFields, most_tokens: int) -> CompilationFiel
     logger.warning(
         "%s: %s is more than can be encoded at once (%d tokens, by "
         "max_num_batched_tokens and max_model_len); budgets are %s",
-        _BUDGETS_FIELD,
+        BUDGETS_FIELD,
         ", ".join(map(str, beyond)),
         most_tokens,
         list(kept),
@@ -267,8 +269,8 @@ def _usable_range(
     if given and max_items:
         if max_items > given[0]:
             raise ValueError(
-                f"{_ITEMS_FIELD}: got {max_items}, more than the smallest of "
-                f"{_BUDGETS_FIELD} {list(given)}, which leaves less than one token "
+                f"{ITEMS_FIELD}: got {max_items}, more than the smallest of "
+                f"{BUDGETS_FIELD} {list(given)}, which leaves less than one token "
                 f"per item; use at most {given[0]}, or larger budgets"
             )
         return given[0], given[0]
@@ -276,7 +278,7 @@ def _usable_range(
     _check_range(low, high)
     if max_items > high:
         raise ValueError(
-            f"{_ITEMS_FIELD}: got {max_items}, more than the model's largest "
+            f"{ITEMS_FIELD}: got {max_items}, more than the model's largest "
             f"token budget {high}, which leaves less than one token per item; "
             f"use at most {high}"
         )
