@@ -137,6 +137,19 @@ def test_a_torn_last_line_is_left_out(cut: int) -> None:
         assert read_trace(path).batches == (TraceBatch("image", (5,)),)
 
 
+def test_files_without_a_line_hide_no_others(tmp_path: Path) -> None:
+    """A server that is killed early, or whose disk is full, leaves such a file; the
+    folder is read without it."""
+    write(tmp_path, [("image", [item(5)])])
+    (tmp_path / "killed.1.jsonl").touch()
+    (tmp_path / "killed.2.jsonl").write_text('{"format": "vllm-enc')
+    trace = read_trace(tmp_path)
+    assert len(trace.headers) == 1
+    assert trace.batches == (TraceBatch("image", (5,)),)
+    with pytest.raises(TraceError, match="nothing was recorded in any of 2 files"):
+        read_trace(tmp_path / "killed.*.jsonl")
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -174,7 +174,8 @@ def read_trace(
     """Reads the trace files of one model, one per process that wrote any.
 
     A last line without its end, as a process leaves it that is killed while it
-    writes, is left out.  Everything else that does not read as written is refused.
+    writes, is left out, and so is a file without any line, beside others.
+    Everything else that does not read as written is refused.
 
     Args:
         paths: a file, a folder (all its ``*.jsonl``), a pattern such as
@@ -190,21 +191,28 @@ def read_trace(
     files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     if not files:
         raise FileNotFoundError("no trace file was named")
+    sources: list[Path] = []
     headers: list[TraceHeader] = []
     batches: list[TraceBatch] = []
     for file in files:
         lines = _lines(file)
-        header = _read_header(file, next(lines, b""))
+        first = next(lines, b"")
+        if not first and len(files) > 1:
+            continue
+        sources.append(file)
+        header = _read_header(file, first)
         if headers and _model(header) != _model(headers[0]):
             raise TraceError(
                 f"{file}: recorded with {header.architecture} "
-                f"(paths {', '.join(header.paths)}), and {files[0]} with "
+                f"(paths {', '.join(header.paths)}), and {sources[0]} with "
                 f"{headers[0].architecture} (paths {', '.join(headers[0].paths)}); "
                 "read the files of one model at a time"
             )
         headers.append(header)
         for number, line in enumerate(lines, start=2):
             batches.append(_read_batch(file, number, line, header))
+    if not headers:
+        raise TraceError(f"nothing was recorded in any of {len(files)} files")
     return Trace(tuple(headers), tuple(batches))
 
 
