@@ -172,13 +172,16 @@ class EncoderRanks:
         """Why the ranks cannot do something together, the same on all of them; None:
         they can.
 
+        Asked when a model has been loaded, which may take one rank minutes longer than
+        another.
+
         Args:
             reason: why this rank cannot, if so.
 
         Raises:
-            OutOfStepError: another rank did not come in time, or has ended.
+            OutOfStepError: another rank has ended, or the group waited in vain.
         """
-        if self.count(reason is None, START_TIMEOUT_S) == self.size:
+        if self.count(reason is None) == self.size:
             return None
         reasons = self.everyone(reason)
         if None not in reasons:
