@@ -14,12 +14,12 @@ import pytest
 
 from benchmarks import (
     encoder_latency,
-    engine_check,
     gpu_check,
     record_verified,
     serve_check,
     step_times,
 )
+from benchmarks.engine_check import rows as engine_rows
 from benchmarks.mm_processor import __main__ as mm_processor
 from benchmarks.mm_processor import engines, gate, tables
 from benchmarks.mm_processor.workloads import command_line
@@ -247,28 +247,28 @@ class TestEngineCheck:
             "stats": {"graph_hits": 2, "graph_misses": 0},
         } | more
 
-    def rows(self, *found: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-        by_name = {engine_check.name_of(each["job"]): each for each in found}
-        return engine_check.rows_of(by_name, **{"only_graphs": False} | options)
+    def compared(self, *found: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+        by_name = {engine_rows.name_of(each["job"]): each for each in found}
+        return engine_rows.rows_of(by_name, **{"only_graphs": False} | options)
 
     def test_a_row_needs_both_engines(self) -> None:
         given, without = self.found(True), self.found(False)
-        assert self.rows(given) == []
-        (row,) = self.rows(given, without, self.found(True, "V2"))
+        assert self.compared(given) == []
+        (row,) = self.compared(given, without, self.found(True, "V2"))
         assert row["problems"] == [] and row["runner"] == "V1"
-        assert len(self.rows(given, self.found(True, "V2"), only_graphs=True)) == 2
-        assert engine_check.describe(row) == (
+        assert len(self.compared(given, self.found(True, "V2"), only_graphs=True)) == 2
+        assert engine_rows.describe(row) == (
             "V1: 2 hits, 1 stages, 2.00 GiB reported, 2.04 given back, started in "
             "30.0 s"
         )
 
     def test_other_tokens_and_engines_that_fail_are_problems(self) -> None:
         other = self.found(True, tokens={"slept": [[1, 2], [3, 5]]})
-        (row,) = self.rows(other, self.found(False))
+        (row,) = self.compared(other, self.found(False))
         assert row["problems"] == ["slept: 1 of 2 prompts equal"]
-        (row,) = self.rows(self.found(True, error="no memory"), only_graphs=True)
+        (row,) = self.compared(self.found(True, error="no memory"), only_graphs=True)
         assert row["problems"] == ["no memory"]
-        assert engine_check.describe(row) == "V1 failed"
+        assert engine_rows.describe(row) == "V1 failed"
 
     @pytest.mark.parametrize(
         ("reported", "freed", "right"), [(100, 104, True), (100, 94, False)]
@@ -277,8 +277,8 @@ class TestEngineCheck:
         self, reported: int, freed: int, right: bool
     ) -> None:
         memory = {"reported": reported, "freed": freed}
-        assert (engine_check.memory_problems(memory) == []) is right
-        assert engine_check.memory_problems(None) == ["memory was not measured"]
+        assert (engine_rows.memory_problems(memory) == []) is right
+        assert engine_rows.memory_problems(None) == ["memory was not measured"]
 
 
 class TestServeCheck:

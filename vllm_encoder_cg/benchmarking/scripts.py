@@ -28,8 +28,8 @@ VERDICT = "verdict: "
 
 
 def prepare_environment() -> None:
-    """For vLLM in this process and those that it starts: nothing is fetched or sent, and
-    SIGTERM ends the process as an exception does, so that it ends its own."""
+    """For vLLM in this process and those that it starts: nothing is fetched or sent,
+    and SIGTERM ends the process as an exception does, so that it ends its own."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # A kernel of vLLM's needs it with Triton 3.6.

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whole engines on a GPU with and without encoder graphs, in both runners.
+
+    python -m benchmarks.engine_check --out DIR [--architectures NAME ...]
+
+For each architecture and runner (V1, V2): greedy tokens of an engine without the
+flag; then of one with it, which also sleeps, wakes up, has its weights reloaded
+and its graphs cleared and captured again, with the tokens compared after each; and
+the memory that it reports for its graphs against the memory that clearing them
+gives back.  Each engine runs in a process of its own.
+
+Memory is judged with ``--jobs 1``: other engines on the GPU would be counted.
+``--only-graphs`` leaves out the engines without the flag, and compares with the
+tokens before the first of those changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_check.engine import run_engine
+from benchmarks.engine_check.rows import describe, memory_problems, name_of, rows_of
+from vllm_encoder_cg.benchmarking.scripts import (
+    Attempts,
+    add_time_limit,
+    prepare_environment,
+    write_json,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--architectures", nargs="+", default=["Qwen3VLForConditionalGeneration"]
+    )
+    parser.add_argument("--runners", nargs="+", default=["V1", "V2"])
+    parser.add_argument("--backend", default=None)
+    parser.add_argument("--vision", choices=("small", "released"), default="released")
+    parser.add_argument("--jobs", type=int, default=4, help="engines at a time")
+    parser.add_argument("--only-graphs", action="store_true")
+    add_time_limit(parser)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        job = json.loads(args.engine)
+        write_json(Path(job["output"]), run_engine(job))
+        # vLLM's threads must not keep a finished process.
+        sys.stdout.flush()
+        os._exit(0)
+    prepare_environment()
+    args.out.mkdir(parents=True, exist_ok=True)
+    attempts = Attempts(args.stop_after)
+    jobs = [
+        {
+            "architecture": architecture,
+            "runner": runner,
+            "graphs": graphs,
+            "backend": args.backend,
+            "vision": args.vision,
+            "output": str(args.out / f"{architecture}-{runner}-{graphs}.json"),
+        }
+        for architecture in args.architectures
+        for runner in args.runners
+        for graphs in ((True,) if args.only_graphs else (False, True))
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+
+    def run_job(job: dict[str, Any]) -> None:
+        """Several at a time: a row is written once both of its engines are done."""
+        if not attempts.in_time():
+            attempts.problems.append(f"{name_of(job)}: not begun, no time left")
+            return
+        found[name_of(job)] = start_engine(job)
+        rows[:] = rows_of(found, only_graphs=args.only_graphs)
+        write_json(args.out / "engines.json", rows)
+
+    try:
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(run_job, jobs))
+    except SystemExit:  # asked to end, as were the engines: what there is is told
+        attempts.problems.append("ended before all engines had run")
+    for row in rows:
+        if args.jobs == 1:
+            row["problems"] += memory_problems(row.get("memory"))
+        print(json.dumps(row), flush=True)
+        attempts.problems += [f"{row['runner']}: {each}" for each in row["problems"]]
+    write_json(args.out / "engines.json", rows)
+    return attempts.finish(
+        "; ".join(map(describe, rows)) or "no engine with graphs and one without ran"
+    )
+
+
+def start_engine(job: dict[str, Any]) -> dict[str, Any]:
+    """Runs one engine in a process of its own; returns what it found."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(job["runner"] == "V2")),
+    }
+    output = Path(job["output"])
+    output.unlink(missing_ok=True)
+    found: dict[str, Any] = {"job": job, "error": None}
+    command = [sys.executable, "-m", "benchmarks.engine_check", "--out", "."]
+    with output.with_suffix(".log").open("w") as log:
+        try:
+            done = subprocess.run(
+                [*command, "--engine", json.dumps(job)],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=500,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            return found | {"error": str(error)[-200:]}
+    if output.exists():
+        return found | json.loads(output.read_text())
+    tail = output.with_suffix(".log").read_text()[-1500:]
+    return found | {"error": f"exit code {done.returncode}: {tail}"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
