@@ -17,7 +17,7 @@ import torch
 
 from vllm_encoder_cg.adapter import BufferSpec, EncoderBatch, GraphShape
 from vllm_encoder_cg.definitions import DEFAULT_PATH, EncoderItemSpec
-from vllm_encoder_cg.models.item_counts import read_counts, unlike_counts
+from vllm_encoder_cg.models.item_counts import read_counts, row_numbers, unlike_counts
 from vllm_encoder_cg.models.padded_samples import (
     TokenGrid,
     random_padded_rows,
@@ -209,11 +209,7 @@ class Gemma4Adapter(PaddedTowerAdapter):
         # A row that is not used may hold positions beyond this graph's width.
         buffers["positions"][written:].fill_(PADDING)
         table = self.host_tables.take(shape.capacity.tokens)
-        counts = [
-            items.row_tokens[row]
-            for i in indices
-            for row in range(offsets[i], offsets[i + 1])
-        ]
+        counts = [items.row_tokens[row] for row in row_numbers(offsets, indices)]
         write_token_rows(counts, self.length(shape.key), table.array)
         table.copy_to(buffers["token_rows"])
 
@@ -257,7 +253,7 @@ class Gemma4Adapter(PaddedTowerAdapter):
     ) -> torch.Tensor:
         items: Gemma4Items = batch.payload
         offsets = items.row_offsets
-        rows = [r for i in indices for r in range(offsets[i], offsets[i + 1])]
+        rows = row_numbers(offsets, indices)
         mm_kwargs: dict[str, Any] = {
             _PIXELS[batch.modality]: select_token_rows(items.pixels, rows),
             _POSITIONS[batch.modality]: select_token_rows(items.positions, rows),

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows or tiles each item of a batch has: read, and made up for samples."""
+"""How many rows, slices or tiles each item of a batch has: read, and made up for
+samples."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,15 @@ def read_counts(value: Any) -> list[int] | None:
     if isinstance(value, torch.Tensor):
         return value.flatten().tolist()
     return None if value is None else [int(count) for count in value]
+
+
+def row_numbers(offsets: Sequence[int], indices: Sequence[int]) -> list[int]:
+    """Numbers of the rows of the items at `indices`, in that order.
+
+    Args:
+        offsets: ``[items + 1]``: item i has the rows ``offsets[i] : offsets[i + 1]``.
+    """
+    return [row for i in indices for row in range(offsets[i], offsets[i + 1])]
 
 
 def unlike_counts(total: int, most: int) -> list[int]:

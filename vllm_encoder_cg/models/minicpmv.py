@@ -11,8 +11,6 @@ it has queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,9 +20,12 @@ from vllm_encoder_cg.definitions import DEFAULT_PATH, AxisKeys, EncoderItemSpec
 from vllm_encoder_cg.models.item_counts import unlike_counts
 from vllm_encoder_cg.models.padded_samples import sample_grid
 from vllm_encoder_cg.models.padded_tower import PaddedTowerAdapter
-
-SliceGrid = tuple[int, int]
-"""(rows, columns) of a slice's patches."""
+from vllm_encoder_cg.models.slices import (
+    SlicedItems,
+    SliceGrid,
+    copy_slices,
+    read_slices,
+)
 
 _CHANNELS = 3
 _RESAMPLED_TOGETHER = 16
@@ -33,26 +34,6 @@ tower's."""
 _NO_LAYOUT: AxisKeys = (None,)
 """Axis keys that no graph has."""
 _PREFIX = {"image": "", "video": "video_"}
-
-
-@dataclass(frozen=True)
-class MiniCPMVItems:
-    """What ``parse`` keeps of a batch."""
-
-    slices: list[torch.Tensor]
-    """``[3, patch, patch * patches]``, item after item."""
-    grids: list[SliceGrid]
-    """Of each slice."""
-    offsets: list[int]
-    """``[items + 1]``: item i has the slices ``offsets[i] : offsets[i + 1]``."""
-
-    def numbers(self, indices: Sequence[int]) -> list[int]:
-        """Numbers of the slices of the items at `indices`."""
-        return [
-            slice_
-            for i in indices
-            for slice_ in range(self.offsets[i], self.offsets[i + 1])
-        ]
 
 
 class MiniCPMVAdapter(PaddedTowerAdapter):
@@ -130,7 +111,7 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
         if len(present) != 1 or present[0] not in self.modalities:
             return None
         prefix = _PREFIX[present[0]]
-        items = _read_items(
+        items = read_slices(
             mm_kwargs[f"{prefix}pixel_values"], mm_kwargs.get(f"{prefix}tgt_sizes")
         )
         if items is None or not all(map(self._matches, items.slices, items.grids)):
@@ -176,9 +157,9 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
         buffers: dict[str, torch.Tensor],
         shape: GraphShape,
     ) -> None:
-        items: MiniCPMVItems = batch.payload
+        items: SlicedItems = batch.payload
         numbers = items.numbers(indices)
-        _copy_slices([items.slices[n] for n in numbers], buffers["pixels"])
+        copy_slices([items.slices[n] for n in numbers], buffers["pixels"])
         table = self.host_tables.take(buffers["grids"].shape[0])
         # One patch in slices that are not used: attention to none is undefined.
         table.array[:] = 1
@@ -193,7 +174,7 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
     def eager(
         self, batch: EncoderBatch, indices: Sequence[int], path: str = DEFAULT_PATH
     ) -> torch.Tensor:
-        items: MiniCPMVItems = batch.payload
+        items: SlicedItems = batch.payload
         if self.model.use_data_parallel:
             return self._encode_unsharded(items, items.numbers(indices))
         prefix = _PREFIX[batch.modality]
@@ -205,7 +186,7 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
         return torch.cat(list(self.model.embed_multimodal(**mm_kwargs)))
 
     def _encode_unsharded(
-        self, items: MiniCPMVItems, numbers: Sequence[int]
+        self, items: SlicedItems, numbers: Sequence[int]
     ) -> torch.Tensor:
         """The forward for the longest of some slices, without a graph.
 
@@ -216,7 +197,7 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
         patch = self.patch_size
         longest = max(pixels.shape[-1] for pixels in slices)
         pixels = slices[0].new_zeros((len(slices), _CHANNELS, patch, longest))
-        _copy_slices(slices, pixels)
+        copy_slices(slices, pixels)
         grids = torch.tensor([items.grids[n] for n in numbers], device=self.device)
         return self._encode(pixels, grids)
 
@@ -322,41 +303,3 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
             f"{prefix}pixel_values": [list(map(pixels, grids)) for grids in items],
             f"{prefix}tgt_sizes": [torch.tensor(grids) for grids in items],
         }
-
-
-def _read_items(pixels: Any, grids: Any) -> MiniCPMVItems | None:
-    """Slices and grids of a batch, which vLLM keeps per item and on the host."""
-    if not isinstance(pixels, (list, tuple)) or grids is None:
-        return None
-    if len(pixels) != len(grids) or not len(pixels):
-        return None
-    slices: list[torch.Tensor] = []
-    sizes: list[SliceGrid] = []
-    counts: list[int] = []
-    for of_item, grids_of_item in zip(pixels, grids, strict=True):
-        if not isinstance(of_item, (list, tuple)) or not of_item:
-            return None
-        if not all(isinstance(pixels, torch.Tensor) for pixels in of_item):
-            return None
-        if getattr(grids_of_item, "shape", None) != (len(of_item), 2):
-            return None
-        slices += of_item
-        sizes += [(height, width) for height, width in grids_of_item.tolist()]
-        counts.append(len(of_item))
-    return MiniCPMVItems(slices, sizes, [0, *accumulate(counts)])
-
-
-def _copy_slices(slices: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copies slices into the rows of `buffer`, each from its first column on.
-
-    Raises:
-        ValueError: they are more, or longer, than the buffer holds.
-    """
-    longest = max((pixels.shape[-1] for pixels in slices), default=0)
-    if len(slices) > len(buffer) or longest > buffer.shape[-1]:
-        raise ValueError(
-            f"{len(slices)} slices of up to {longest} columns do not fit a captured "
-            f"buffer of {len(buffer)} with {buffer.shape[-1]}"
-        )
-    for row, pixels in zip(buffer, slices, strict=False):
-        row[..., : pixels.shape[-1]].copy_(pixels, non_blocking=True)

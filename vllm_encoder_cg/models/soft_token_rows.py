@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_encoder_cg.models.host_tables import copy_rows
-from vllm_encoder_cg.models.item_counts import read_counts
+from vllm_encoder_cg.models.item_counts import read_counts, row_numbers
 
 Rows: TypeAlias = torch.Tensor | list[torch.Tensor]
 """``[rows, patches, ...]``, or a list of ``[patches, ...]``."""
@@ -68,7 +68,7 @@ def copy_token_rows(
     """
     if isinstance(source, torch.Tensor):
         return copy_rows(source, offsets, indices, buffer, cleared=0)
-    rows = [row for i in indices for row in range(offsets[i], offsets[i + 1])]
+    rows = row_numbers(offsets, indices)
     chosen = [source[row] for row in rows]
     shape = buffer.shape[1:]
     if len(rows) > len(buffer) or any(values.shape != shape for values in chosen):
