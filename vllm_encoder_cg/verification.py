@@ -24,7 +24,6 @@ from vllm_encoder_cg.verification_cases import (
 )
 
 if TYPE_CHECKING:
-    from vllm_encoder_cg.adapter import EncoderBatch
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
     from vllm_encoder_cg.planning.plans import Plan
 
@@ -109,9 +108,9 @@ class Verifier:
         self.tolerance = TOLERANCE[manager.dtype] if tolerance is None else tolerance
         self._seed = seed
         self._calls = 0
-        self._seen: list[tuple[EncoderBatch, Plan]] = []
+        self._plans: list[Plan] = []
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
-        manager.observer = lambda batch, plan, _: self._seen.append((batch, plan))
+        manager.observer = lambda batch, plan, outputs: self._plans.append(plan)
 
     def make_inputs(self, batch: MediaBatch) -> dict[str, Any]:
         """Random inputs for a batch, other ones at every call."""
@@ -141,14 +140,14 @@ class Verifier:
         reference: Sequence[torch.Tensor],
         result: CaseResult,
     ) -> None:
-        self._seen.clear()
+        self._plans.clear()
         outputs = self.manager.execute(mm_kwargs)
         result.calls += 1
         result.tokens += sum(len(embedding) for embedding in reference)
-        if not self._seen:
+        if not self._plans:
             result.problems.append("the batch was not planned")
             return
-        self._count(*self._seen[-1], result)
+        self._count(self._plans[-1], result)
         self._check_earlier(result)
         if outputs is None:
             return
@@ -174,7 +173,7 @@ class Verifier:
                 f"rounding explains {allowed:.2e}"
             )
 
-    def _count(self, batch: EncoderBatch, plan: Plan, result: CaseResult) -> None:
+    def _count(self, plan: Plan, result: CaseResult) -> None:
         for sub_batch in plan.sub_batches:
             eager = None
             for step in sub_batch.steps.values():
