@@ -161,7 +161,7 @@ def test_what_fails_a_run(row: dict[str, Any], wrong: bool) -> None:
 
 def test_lines_of_the_table() -> None:
     row = {
-        "engine": "V1, tensor parallel, data",
+        "engine": "V1, data",
         "equal_tokens": False,
         "equal_prompts": "3 of 4 prompts",
         "graphs_by_rank": [4, 0],
@@ -211,10 +211,10 @@ def test_as_few_engines_as_show_it() -> None:
     engines = list_engines(4, "small")
     names = [engine.name for engine in engines]
     assert names == [
-        "V1, tensor parallel, data",
-        "V1, tensor parallel, data, without the flag",
-        "V1, two stages",
-        "V1, tensor parallel, weights",
+        "V1, data",
+        "V1, data, without the flag",
+        "V1, stages",
+        "V1, weights",
     ]
     stages = engines[2]
     assert stages.arguments["pipeline_parallel_size"] == 2
@@ -247,7 +247,7 @@ def found(graphs: list[int], tokens: list[list[int]] | None = None) -> dict[str,
 def test_what_is_wrong_with_an_engine(
     graphs: list[int], tokens: list[list[int]] | None, problem: str | None
 ) -> None:
-    engine = Engine("V2", "two stages", {}, {}, True, 2)
+    engine = Engine("V2", "stages", {}, {}, True, 2)
     (row,) = rows_of(engine, {engine.name: found(graphs, tokens)})
     assert is_wrong(row) == (problem is not None)
     if tokens is None:

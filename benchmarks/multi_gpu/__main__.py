@@ -28,6 +28,7 @@ from benchmarks.multi_gpu.results import (
     is_wrong,
 )
 from benchmarks.multi_gpu.setup import ARCHITECTURES, QWEN3, Encoder
+from benchmarks.multi_gpu.tokens import LAYOUTS
 from vllm_encoder_cg.benchmarking.scripts import prepare_environment, verdict_line
 
 PARTS = ("correctness", "timing", "mm-processor", "tokens")
@@ -50,6 +51,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--backends", nargs="+", default=["FLASH_ATTN", "FLASHINFER"])
     add("--batches", type=int, default=50, help="random batches, or prompts")
     add("--rounds", type=int, default=200, help="timed requests per way")
+    add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     add("--jobs", type=int, default=0, help="engines at once, in part tokens")
     limit = ("--limit-s", "--stop-after")
     add(*limit, type=float, default=3600, help="seconds for all parts together")
@@ -151,7 +153,15 @@ def run_part(
 
             # On GPUs their starts, which take most of the time, may overlap.
             at_once = options.jobs or (1 if options.vision == "small" else 4)
-            compare_tokens(ranks, options.vision, folder, results, limit, at_once)
+            compare_tokens(
+                ranks,
+                options.vision,
+                folder,
+                results,
+                limit,
+                at_once,
+                options.layouts,
+            )
             return
         from benchmarks.multi_gpu.bench_processor import bench_mm_processor
 

@@ -72,7 +72,11 @@ def describe(row: Row) -> str:
         return f"{row['exchange']:<44} {row['us']:9.0f} us{chosen}"
     if "mean_ms" in row:
         name = f"{row.get('encoder') or row['bench']}, {row['way']}"
-        return f"{name:<72} mean {row['mean_ms']:8.2f}  P99 {row['p99_ms']:8.2f} ms"
+        problems = "".join(f"; {problem}" for problem in row.get("problems", []))
+        return (
+            f"{name:<72} mean {row['mean_ms']:8.2f}  P99 {row['p99_ms']:8.2f} ms"
+            f"{problems}"
+        )
     if "equal_tokens" in row:
         tokens = "equal tokens" if row["equal_tokens"] else "OTHER TOKENS"
         problems = "".join(f"; {problem}" for problem in row["problems"])

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def _time_ways(manager: Any, encoder: Encoder, ranks: int, rounds: int) -> list[
     from vllm.platforms import current_platform
 
     from vllm_encoder_cg.samples.encoder_inputs import image_batch
+    from vllm_encoder_cg.verification import TOLERANCE
 
     small = encoder.vision == "small"
     count, side = (4, 128) if small else (20, 352)
@@ -97,38 +99,73 @@ def _time_ways(manager: Any, encoder: Encoder, ranks: int, rounds: int) -> list[
     calls: dict[str, Call] = {
         "eager": lambda: manager.model.embed_multimodal(**mm_kwargs)
     }
+    rows: list[Row] = []
+    managers = {"ours, budgets of in-tree": type(manager)}
     if not current_platform.is_cpu():
         from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-        in_tree = _with_budgets(manager, EncoderCudaGraphManager, encoder)
-        calls["in-tree"] = lambda: in_tree.execute(mm_kwargs)
-    alike = _with_budgets(manager, type(manager), encoder)
-    calls["ours, budgets of in-tree"] = lambda: encode(alike, mm_kwargs)
-    calls["ours"] = lambda: encode(manager, mm_kwargs)
-    return [
-        {
-            "encoder": str(encoder),
-            "ranks": ranks,
-            "way": way,
-            "mean_ms": statistics.mean(times),
-            "p99_ms": _p99(times),
-            "requests": len(times),
+        managers = {"in-tree": EncoderCudaGraphManager} | managers
+    for way, manager_class in managers.items():
+        other, problem = _with_budgets(manager, manager_class, encoder)
+        if problem is None:
+            calls[way] = partial(encode, other, mm_kwargs)
+        else:
+            what = {"encoder": str(encoder), "step": f"{encoder}, {way}"}
+            rows.append(what | {"problems": [problem]})
+    calls["ours"] = partial(encode, manager, mm_kwargs)
+    errors = _compare(calls)
+    tolerance = TOLERANCE[manager.dtype]
+    for way, times in _time_in_turn(calls, manager._ranks, rounds).items():
+        wrong = way.startswith("ours") and errors[way] > tolerance
+        rows.append(
+            {
+                "encoder": str(encoder),
+                "ranks": ranks,
+                "way": way,
+                "mean_ms": statistics.mean(times),
+                "p99_ms": _p99(times),
+                "requests": len(times),
+                "error": errors[way],
+                "problems": [f"differs by {errors[way]:.1e}"] if wrong else [],
+            }
+        )
+    return rows
+
+
+def _compare(calls: dict[str, Call]) -> dict[str, float]:
+    """Largest relative norm, per item, of the difference from eager."""
+    import torch
+
+    from vllm_encoder_cg.startup.rounding import relative_norm
+
+    with torch.inference_mode():
+        references = calls["eager"]()
+        return {
+            way: max(map(relative_norm, call(), references))
+            for way, call in calls.items()
         }
-        for way, times in _time_in_turn(calls, manager._ranks, rounds).items()
-    ]
 
 
-def _with_budgets(ours: Any, manager_class: Any, encoder: Encoder) -> Any:
+def _with_budgets(
+    ours: Any, manager_class: Any, encoder: Encoder
+) -> tuple[Any, str | None]:
     """A manager for the model of `ours`, captured with the reference design's
-    budgets."""
+    budgets; and why there is none on a rank, if so."""
     fields = {
         "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS[encoder.vision],
         "encoder_cudagraph_max_vision_items_per_batch": IN_TREE_ITEMS,
     }
-    with _changed(ours.vllm_config.compilation_config, fields):
-        manager = manager_class(ours.vllm_config, ours.device, ours.dtype, ours.model)
-    capture(manager)
-    return manager
+    manager = problem = None
+    try:
+        with _changed(ours.vllm_config.compilation_config, fields):
+            manager = manager_class(
+                ours.vllm_config, ours.device, ours.dtype, ours.model
+            )
+        capture(manager)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    problems = [each for each in ours._ranks.everyone(problem) if each]
+    return manager, problems[0] if problems else None
 
 
 @contextmanager
@@ -136,9 +173,11 @@ def _changed(config: Any, fields: dict[str, Any]) -> Iterator[None]:
     before = {name: getattr(config, name) for name in fields}
     for name, value in fields.items():
         setattr(config, name, value)
-    yield
-    for name, value in before.items():
-        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _time_in_turn(

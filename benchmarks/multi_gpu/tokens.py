@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ from typing import Any
 from benchmarks.multi_gpu.engines import engine_args, make_checkpoint, make_job
 from benchmarks.multi_gpu.processes import run_jobs
 from benchmarks.multi_gpu.results import Results, Row, TimeLimit
+
+LAYOUTS = ("data", "stages", "weights")
+"""Tensor parallel with either mode of the encoder, and a pipeline of two stages."""
 
 Found = dict[str, Any]
 """What ``engines.generate`` returns."""
@@ -42,15 +45,21 @@ def compare_tokens(
     results: Results,
     limit: TimeLimit,
     at_once: int,
+    layouts: Sequence[str] = (),
 ) -> None:
     """A row per engine with graphs, whose tokens are compared with its own after the
     graphs are set aside; and one per runner of vLLM against an engine without the flag.
 
     Args:
         at_once: engines that run beside each other.
+        layouts: of ``LAYOUTS``; none: all.
     """
     checkpoint = make_checkpoint(ranks, vision, folder)
-    engines = {each.name: each for each in list_engines(ranks, vision)}
+    engines = {
+        each.name: each
+        for each in list_engines(ranks, vision)
+        if not layouts or each.layout in layouts
+    }
     jobs = [
         make_job(
             name,
@@ -75,7 +84,7 @@ def list_engines(ranks: int, vision: str) -> list[Engine]:
     engines = []
     for layout, (parallel, encoding_ranks) in _layouts(ranks).items():
         for runner, environment in _runners().items():
-            for graphs in (True, False) if layout.endswith("data") else (True,):
+            for graphs in (True, False) if layout == "data" else (True,):
                 flag = {"cudagraph_mm_encoder": True} if graphs else {}
                 arguments = engine_args(vision, **flag) | parallel
                 engines.append(
@@ -98,7 +107,7 @@ def _layouts(ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
     """Arguments by name, with the number of ranks that encode."""
     data, weights = ({"mm_encoder_tp_mode": mode} for mode in ("data", "weights"))
     tensor = {"tensor_parallel_size": ranks}
-    layouts = {"tensor parallel, data": (tensor | data, ranks)}
+    layouts = {"data": (tensor | data, ranks)}
     if ranks % 2 == 0:
         stages = data | {
             "pipeline_parallel_size": 2,
@@ -107,8 +116,8 @@ def _layouts(ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
             # makes.
             "enforce_eager": False,
         }
-        layouts["two stages"] = (stages, ranks // 2)
-    layouts["tensor parallel, weights"] = (tensor | weights, ranks)
+        layouts["stages"] = (stages, ranks // 2)
+    layouts["weights"] = (tensor | weights, ranks)
     return layouts
 
 
