@@ -174,7 +174,7 @@ def verify(
         )
     if problems:
         raise SystemExit(1 if differences else 2)
-    console.print(f"all {len(results)} cases equal eager within the tolerance")
+    console.print(f"cases that equal eager within the tolerance: all {len(results)}")
 
 
 def _parse_budgets(text: str | None) -> tuple[int, ...]:
