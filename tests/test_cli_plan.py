@@ -197,6 +197,7 @@ def test_costs_of_another_model(trace: Path, tmp_path: Path) -> None:
         (("--items", "12", "--min-tokens", "9", "--max-tokens", "4"), "min-tokens"),
         (("--items", "99", "--min-tokens", "9", "--max-tokens", "9"), "no graph helps"),
         (("--items", "99", "--largest", "9999999"), "memory-gib: got"),
+        (("--items", "9", "--items-per-batch", "1001"), "--items-per-batch"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:

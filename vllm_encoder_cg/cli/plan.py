@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 _MIN_TOKENS, _MAX_TOKENS = 64, 16384
 _MEMORY_GIB = EncoderCgSettings().memory_limit_gib or math.inf
+_MOST_ITEMS = 1000
+"""Of a made-up batch: vLLM encodes fewer at once, and beyond a plan takes minutes."""
 _MOST_BATCHES = 20000
 """Distinct batches that are simulated; of more, an even choice."""
 
@@ -92,6 +94,7 @@ def plan(
         Option(
             help="With --items: batches have 1 to this many items, equally often.",
             min=1,
+            max=_MOST_ITEMS,
         ),
     ] = 1,
     token_side: Annotated[
