@@ -16,7 +16,7 @@ class MemoryLimit:
     """Which budgets to capture so that a limit holds.
 
     Graphs of a pool use one memory in turn, so that all of them take little more than
-    the largest forward takes at its highest.  The first graph of a path and axis is
+    the largest forward takes at its highest.  The first graph of a group is
     its largest: its forward is measured before it is captured, and one that takes too
     much says by how much the next one has to be smaller.
 
@@ -45,9 +45,11 @@ class MemoryLimit:
         self._highest = 0
 
     def admits(self, key: GraphKey) -> bool:
+        """Whether a graph is not above what was found to be the most of its path."""
         return key.token_budget <= self._largest.get(key.path, key.token_budget)
 
     def is_to_measure(self, key: GraphKey) -> bool:
+        """Whether it is the first of its group, and there is a limit."""
         return self._limit is not None and key.group not in self._measured
 
     def holds(self, key: GraphKey, buffer_bytes: int, forward_bytes: int) -> bool:
