@@ -91,7 +91,7 @@ def command_line(
         "num_prompts": count,
         "num_warmups": max(2, count // 10),
         "random_input_len": 8,
-        "output_len": 2,
+        "random_output_len": 2,
         "random_mm_base_items_per_request": workload.items,
         "random_mm_num_mm_items_range_ratio": workload.spread,
         "random_mm_limit_mm_per_prompt": {"image": most, "video": 0},

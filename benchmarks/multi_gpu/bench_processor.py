@@ -98,7 +98,7 @@ def _options(
         "num_prompts": prompts,
         "num_warmups": 5,
         "random_input_len": 8,
-        "output_len": 2,
+        "random_output_len": 2,
         "random_mm_base_items_per_request": count,
         "random_mm_num_mm_items_range_ratio": 0.0,
         "random_mm_limit_mm_per_prompt": {"image": count, "video": 0},
