@@ -14,6 +14,7 @@ from typing import Annotated
 from typer import Option, Typer
 
 from vllm_encoder_cg import __version__
+from vllm_encoder_cg.cli.errors import fail
 
 _COMMANDS = ("bench", "demo", "models", "plan", "verify")
 """Modules here, each with a function of the same name."""
@@ -35,8 +36,7 @@ def main() -> None:
     try:
         app()
     except OSError as error:  # a full disk behind standard output, say
-        print(f"vllm-encoder-cg: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        fail(str(error))
 
 
 def _print_version(wanted: bool) -> None:

@@ -36,12 +36,11 @@ from vllm_encoder_cg.cli.arguments import (
     check_items_of,
 )
 from vllm_encoder_cg.cli.environment import prepare_vllm
+from vllm_encoder_cg.cli.errors import fail, fail_with
 from vllm_encoder_cg.cli.output import (
     JsonFile,
     begin_output,
     console,
-    fail,
-    fail_with,
     make_table,
     print_table,
     progress_bar,

@@ -22,11 +22,11 @@ from vllm_encoder_cg.cli.demo_engine import (
     run_engine,
 )
 from vllm_encoder_cg.cli.environment import prepare_vllm
+from vllm_encoder_cg.cli.errors import fail
 from vllm_encoder_cg.cli.output import (
     JsonFile,
     begin_output,
     console,
-    fail,
     make_table,
     print_line,
     print_table,

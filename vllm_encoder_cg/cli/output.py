@@ -8,12 +8,10 @@ import json
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,13 +23,13 @@ from rich.progress import (
 from rich.table import Column, Table
 from typer import Option
 
+from vllm_encoder_cg.cli.errors import fail
+
 _WIDTH_OF_A_FILE = 150
 _LEAST_TEXT = 10
 """Characters into which text is broken at least."""
 _AROUND_A_CELL = 3
 _STDOUT = Path("-")
-_OPTIONS = {"mm_encoder_attn_backend": "backend"}
-"""Ours, by vLLM's field where the names differ."""
 
 JsonFile = Annotated[
     Path | None,
@@ -167,43 +165,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    """Ends the command with an error; 2: it could not do what was asked."""
-    print(f"vllm-encoder-cg: {message}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def fail_with(error: Exception, *, verbose: bool = False) -> NoReturn:
-    """Ends the command with what an exception says, in one line.
-
-    Args:
-        verbose: print the traceback, too.
-    """
-    if verbose:
-        traceback.print_exception(error)
-    message = in_one_line(error)
-    # Others were not raised for a user to read.
-    if not isinstance(error, ValueError | OSError):
-        message = f"{type(error).__name__}: {message} (--verbose shows where)"
-    fail(message)
-
-
-def in_one_line(error: Exception) -> str:
-    """What an exception says; the first fault of one by pydantic, without its form."""
-    if not isinstance(error, ValidationError):
-        return _joined(str(error))
-    first = error.errors()[0]
-    message = _joined(first["msg"].removeprefix("Value error, "))
-    if not first["loc"]:
-        return message
-    field = str(first["loc"][0])
-    return f"{_OPTIONS.get(field, field)}: got {first['input']!r}; {message}"
-
-
-def _joined(text: str) -> str:
-    return " ".join(filter(None, map(str.strip, text.splitlines())))
 
 
 def yes(value: bool) -> str:

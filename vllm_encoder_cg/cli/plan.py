@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from vllm_encoder_cg.cli.errors import fail
 from vllm_encoder_cg.cli.output import (
     JsonFile,
     begin_output,
     check_writable,
     console,
-    fail,
     make_table,
     percent,
     print_line,
