@@ -7,7 +7,6 @@ These modules import torch and vLLM only inside their commands, so that
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Annotated
 
