@@ -84,8 +84,10 @@ def print_table(table: Table) -> None:
 def _least_width(column: Column) -> int:
     texts = [str(text) for text in (column.header, *column.cells)]
     if column.no_wrap:
-        return max(len(line) for text in texts for line in text.splitlines())
-    longest = max(len(word) for text in texts for word in text.split())
+        return max(
+            (len(line) for text in texts for line in text.splitlines()), default=0
+        )
+    longest = max((len(word) for text in texts for word in text.split()), default=0)
     return longest if column.justify == "right" else min(longest, _LEAST_TEXT)
 
 
