@@ -32,7 +32,7 @@ def test_mm_processor_encodes_by_graph(sample_checkpoint: Path, tmp_path: Path) 
         num_prompts=PROMPTS,
         num_warmups=WARMUPS,
         random_input_len=8,
-        output_len=2,
+        random_output_len=2,
         random_mm_base_items_per_request=1,
         random_mm_num_mm_items_range_ratio=0.0,
         random_mm_limit_mm_per_prompt={"image": 1, "video": 0},
