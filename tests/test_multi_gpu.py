@@ -54,8 +54,9 @@ def test_checks_and_times_an_encoder(
         "vote",
         "all_gather, equal",
     }
-    assert any(line.endswith("right") for line in lines)
-    assert sum("P99" in line for line in lines) == 3
+    # Ranks print these, to where the first process that ranks were made of did.
+    assert describe(checked).endswith("right")
+    assert all("P99" in describe(row) for row in timed if "way" in row)
     assert lines[-1].startswith("verdict: ok: 1 of correctness, ")
 
 
