@@ -188,8 +188,6 @@ def _capture_all(
     """All graphs; None: they are to be captured anew, as one of them should have been
     run before its capture, or took too much."""
     result = GraphSet.empty(memory.device)
-    own_bytes: dict[Any, int] = {}
-    """Per group, of the buffers that its graphs do not share."""
     for shape in track(shapes, "Capturing encoder CUDA graphs", ranks.rank == 0):
         if not limit.admits(shape.key):
             continue
@@ -199,10 +197,13 @@ def _capture_all(
         if to_measure:
             error, (peak, own) = _measure(result, adapter, shape, ranks)
             peak, own = ranks.in_step((peak, own))
-            own_bytes[shape.key.group] = _of_smaller_ones_too(own, shapes, shape.key)
-            buffer_bytes = result.arena.nbytes() + sum(own_bytes.values())
-            if error is None and not limit.holds(shape.key, buffer_bytes, peak):
-                del own_bytes[shape.key.group]
+            if error is None and not limit.holds(
+                shape.key,
+                result.arena.nbytes(),
+                own,
+                _of_smaller_ones(own, shapes, shape.key),
+                peak,
+            ):
                 del result.shapes[shape.key]
                 result.release_unused(shape.key.path)
                 memory.give_back()
@@ -214,13 +215,11 @@ def _capture_all(
             return None
         if error is None:
             if to_measure:
-                later = own_bytes[shape.key.group] - own
-                taken = ranks.in_step(memory.taken_bytes()) + later
+                taken = ranks.in_step(memory.taken_bytes())
                 alone = len(result.graphs) == 1
                 if not limit.held(shape.key, taken, alone=alone):
                     if not alone:
                         return None
-                    del own_bytes[shape.key.group]
                     result.leave_out(shape.key)
                     memory.give_back()
             continue
@@ -256,11 +255,11 @@ def _measure(
     return error, measured or (0, 0)
 
 
-def _of_smaller_ones_too(size: int, shapes: Sequence[GraphShape], key: GraphKey) -> int:
-    """What grows with the budget, `size` at that of `key`, for this graph of a group
-    and all smaller ones together."""
+def _of_smaller_ones(size: int, shapes: Sequence[GraphShape], key: GraphKey) -> int:
+    """What grows with the budget, `size` at that of `key`, for all smaller graphs of
+    its group together."""
     budgets = [s.key.token_budget for s in shapes if s.key.group == key.group]
-    tokens = sum(budget for budget in budgets if budget <= key.token_budget)
+    tokens = sum(budget for budget in budgets if budget < key.token_budget)
     return size * tokens // key.token_budget
 
 

@@ -37,11 +37,16 @@ class MemoryLimit:
         self._excess = 1.0
         """By how much a capture takes more than its forward."""
         self._expected = 0.0
+        self._own: dict[tuple[str, AxisKeys], int] = {}
+        """Per group, bytes of the buffers that its graphs do not share."""
+        self._later = 0
+        """Of these, what graphs smaller than the last measured one will take."""
         self._corrections = 0
 
     def begin(self) -> None:
         """All graphs are captured, or captured anew: what is to be smaller is known."""
         self._measured.clear()
+        self._own.clear()
         self._highest = 0
 
     def admits(self, key: GraphKey) -> bool:
@@ -52,17 +57,30 @@ class MemoryLimit:
         """Whether it is the first of its group, and there is a limit."""
         return self._limit is not None and key.group not in self._measured
 
-    def holds(self, key: GraphKey, buffer_bytes: int, forward_bytes: int) -> bool:
+    def holds(
+        self,
+        key: GraphKey,
+        shared_bytes: int,
+        own_bytes: int,
+        later_bytes: int,
+        forward_bytes: int,
+    ) -> bool:
         """Whether a graph may be captured.
 
         Args:
-            buffer_bytes: of inputs and outputs so far, this graph's included.
+            shared_bytes: of inputs and outputs that graphs share, so far, this graph's
+                included.
+            own_bytes: of inputs that this graph has for itself.
+            later_bytes: of those that the smaller ones of its group will have.
             forward_bytes: what its forward takes at its highest beyond them.
         """
         assert self._limit is not None
-        expected = buffer_bytes + max(self._highest, forward_bytes)
+        own = sum(self._own.values()) + own_bytes + later_bytes
+        expected = shared_bytes + own + max(self._highest, forward_bytes)
         if expected * self._excess <= self._limit:
             self._measured.add(key.group)
+            self._own[key.group] = own_bytes + later_bytes
+            self._later = later_bytes
             self._highest = max(self._highest, forward_bytes)
             self._expected = expected
             return True
@@ -78,6 +96,7 @@ class MemoryLimit:
                 have to be captured anew.
         """
         assert self._limit is not None
+        taken_bytes += self._later
         if alone:
             self._excess = max(self._excess, taken_bytes / max(self._expected, 1.0))
         elif self._corrections >= _MOST_CORRECTIONS:
@@ -86,6 +105,7 @@ class MemoryLimit:
             return True
         self._corrections += not alone
         self._measured.discard(key.group)
+        del self._own[key.group]
         self._highest = 0
         self._lower(key, taken_bytes)
         return False
