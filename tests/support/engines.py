@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from vllm_encoder_cg.benchmarking.engine_options import as_options
 from vllm_encoder_cg.samples.chat_media import ChatPrompt, chat_image, demo_prompts
 from vllm_encoder_cg.samples.checkpoints import engine_kwargs
 from vllm_encoder_cg.samples.media import make_video, photographs, random_image
@@ -59,15 +59,7 @@ def engine_args() -> dict[str, Any]:
 
 def command_line(**more: Any) -> list[str]:
     """The same as options of the ``vllm`` command."""
-    options: list[str] = []
-    for name, value in (engine_args() | more).items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            options.append(option if value else option.replace("--", "--no-", 1))
-        else:
-            text = json.dumps(value) if isinstance(value, dict) else str(value)
-            options += [option, text]
-    return options
+    return as_options(engine_args() | more)
 
 
 def vllm_command(*arguments: str) -> list[str]:
