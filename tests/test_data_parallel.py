@@ -10,21 +10,23 @@ import pytest
 import torch
 
 from tests.support.native_model import NativeModel
-from tests.support.rank_cases import (
+from tests.support.rank_encoders import (
     BATCHES,
     DEEPSEEK,
     INTERNVL,
     QWEN3,
     STEP3,
+    encode_on_rank,
+    write_references,
+)
+from tests.support.rank_faults import (
     TOY_ITEMS,
     UNEVEN,
-    Outcome,
-    encode_on_rank,
     end_on_rank,
     fail_out_of_step,
     faults_on_rank,
-    write_references,
 )
+from tests.support.rank_outcomes import Outcome
 from tests.support.toy_adapter import make_toy_config
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.native_adapter import NativeProtocolAdapter
