@@ -83,11 +83,11 @@ def needs_finite_padding(blocks: Sequence[FusedBlock]) -> bool:
 
 
 def sequence_attention(
-    layer: Any, encoder_metadata: dict[str, Any], blocks: Sequence[FusedBlock]
+    blocks: Sequence[FusedBlock], encoder_metadata: dict[str, Any]
 ) -> SequenceAttention:
     """Of a tower whose blocks all attend inside the same sequences."""
     return SequenceAttention(
-        layer,
+        blocks[0].attention.layer,
         AttentionArguments(
             encoder_metadata["cu_seqlens"],
             encoder_metadata["max_seqlen"],

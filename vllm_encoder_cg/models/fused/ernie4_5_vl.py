@@ -40,9 +40,7 @@ class FusedErnieVision:
     ) -> torch.Tensor:
         tower = self._tower
         angles = encoder_metadata["rotary_pos_emb"]
-        attention = sequence_attention(
-            tower.blocks[0].attn.attn, encoder_metadata, self._blocks
-        )
+        attention = sequence_attention(self._blocks, encoder_metadata)
         return run_blocks(
             self._blocks,
             tower.patch_embed(pixels),

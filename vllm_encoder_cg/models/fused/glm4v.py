@@ -39,9 +39,7 @@ class FusedGlm4Vision:
     ) -> torch.Tensor:
         tower = self._tower
         hidden = tower.patch_embed(tower.input_norm(pixels, tower.dtype))
-        attention = sequence_attention(
-            tower.blocks[0].attn.attn, encoder_metadata, self._blocks
-        )
+        attention = sequence_attention(self._blocks, encoder_metadata)
         hidden = run_blocks(
             self._blocks,
             self._first_norm(hidden),

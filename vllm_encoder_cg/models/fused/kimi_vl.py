@@ -43,9 +43,7 @@ class FusedMoonVision:
         weight = patches.weight.flatten(1)
         hidden = F.linear(pixels.flatten(1).to(weight.dtype), weight, patches.bias)
         factors = torch.view_as_real(encoder_metadata["rope_freqs_cis"])
-        attention = sequence_attention(
-            tower.encoder.blocks[0].attn, encoder_metadata, self._blocks
-        )
+        attention = sequence_attention(self._blocks, encoder_metadata)
         hidden = run_blocks(
             self._blocks,
             hidden,

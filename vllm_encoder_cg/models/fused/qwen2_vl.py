@@ -37,9 +37,7 @@ class FusedQwen2Vision:
     ) -> torch.Tensor:
         tower = self._tower
         hidden = tower.patch_embed(tower.input_norm(pixels, tower.dtype))
-        attention = sequence_attention(
-            tower.blocks[0].attn.attn, encoder_metadata, self._blocks
-        )
+        attention = sequence_attention(self._blocks, encoder_metadata)
         normed = run_blocks(
             self._blocks,
             hidden,

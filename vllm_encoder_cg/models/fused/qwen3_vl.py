@@ -42,9 +42,7 @@ class FusedQwen3Vision:
     ) -> torch.Tensor:
         tower = self._tower
         hidden = tower.patch_embed(tower.input_norm(pixels, tower.dtype))
-        attention = sequence_attention(
-            tower.blocks[0].attn.attn, encoder_metadata, self._blocks
-        )
+        attention = sequence_attention(self._blocks, encoder_metadata)
         levels: list[torch.Tensor] = []
 
         def take_level(index: int, output: torch.Tensor) -> None:
