@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -246,8 +247,11 @@ def _nothing_compared(results: list[CaseResult]) -> list[str]:
     if any(result.hits for result in results):
         return []
     reasons = dict.fromkeys(why for result in results for why in result.eager_reasons)
-    named = ", ".join(why.replace("_", " ") for why in reasons)
-    return [f"no item went through a graph: {named}"]
+    return [f"no item went through a graph: {_in_words(reasons)}"]
+
+
+def _in_words(reasons: Iterable[str]) -> str:
+    return ", ".join(why.replace("_", " ") for why in reasons)
 
 
 def _dropped(manager: EncoderCudaGraphManager) -> list[str]:
@@ -297,8 +301,7 @@ def _verdict(result: CaseResult, tolerance: float) -> str:
     if not result.ok:
         return "DIFFERS"
     if not result.computed_tokens:
-        reasons = (why.replace("_", " ") for why in result.eager_reasons)
-        return f"eager: {', '.join(reasons)}"
+        return f"eager: {_in_words(result.eager_reasons)}"
     if result.allowed_error > tolerance:
         return f"ok: rounding explains {result.allowed_error:.1e}"
     return "ok"
