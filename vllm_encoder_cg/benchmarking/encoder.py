@@ -21,7 +21,10 @@ from vllm_encoder_cg.benchmarking.in_tree import (
     pack_as_reference,
 )
 from vllm_encoder_cg.benchmarking.results import (
+    EAGER,
     FLOOR,
+    IN_TREE,
+    OURS,
     EncoderBenchmark,
     GraphCost,
 )
@@ -32,8 +35,8 @@ from vllm_encoder_cg.benchmarking.timing import (
     time_in_turn,
 )
 from vllm_encoder_cg.logger import init_logger
-from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-from vllm_encoder_cg.verification_cases import MediaBatch, images
+from vllm_encoder_cg.samples.encoder_inputs import image_batch, media_batch
+from vllm_encoder_cg.verification_cases import images
 
 if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderBatch
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from vllm_encoder_cg.planning.plans import Plan
 
 logger = init_logger(__name__)
-
-OURS, IN_TREE, EAGER = "ours", "in-tree", "eager"
 
 OnProgress = Callable[[str], None]
 """Takes the name of the case that is about to be timed."""
@@ -116,7 +117,7 @@ class EncoderTimer:
         Raises:
             ValueError: the adapter cannot read the batch, so no graph can hold it.
         """
-        mm_kwargs = self._make_inputs(case.batch)
+        mm_kwargs = media_batch(self.manager.adapter, case.batch, seed=1)
         batch = self.manager.adapter.parse(mm_kwargs)
         if batch is None:
             raise ValueError(f"case {case.name!r}: this encoder takes no such input")
@@ -145,14 +146,6 @@ class EncoderTimer:
         if self._on_gpu:
             torch.cuda.empty_cache()
         return row
-
-    def _make_inputs(self, batch: MediaBatch) -> dict[str, Any]:
-        adapter = self.manager.adapter
-        if batch.modality == "video":
-            clips = [(item.frames, item.width, item.height) for item in batch.items]
-            return video_batch(adapter, clips, seed=1)
-        sizes = [(item.width, item.height) for item in batch.items]
-        return image_batch(adapter, sizes, seed=1)
 
     def _eager(self, mm_kwargs: dict[str, Any]) -> Call:
         @torch.inference_mode()

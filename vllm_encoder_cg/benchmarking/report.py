@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
+from vllm_encoder_cg.benchmarking.results import OURS, EncoderBenchmark, GraphCost
+
 if TYPE_CHECKING:
-    from vllm_encoder_cg.benchmarking.results import EncoderBenchmark, GraphCost
     from vllm_encoder_cg.benchmarking.timing import CaseTimes
 
-OURS = "ours"
 CPU_NOTE = (
     "No GPU: the captured forward is run again in place of a graph, so these times say "
     "nothing of graphs."

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_encoder_cg.benchmarking.timing import CaseTimes
 
-FLOOR = "floor"
+OURS, IN_TREE, EAGER, FLOOR = "ours", "in-tree", "eager", "floor"
+"""The ways in which an encoder is timed."""
 
 
 @dataclass
