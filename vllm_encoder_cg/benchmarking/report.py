@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from vllm_encoder_cg.benchmarking.results import OURS, EncoderBenchmark, GraphCost
+from vllm_encoder_cg.benchmarking.scripts import write_json
 
 if TYPE_CHECKING:
     from vllm_encoder_cg.benchmarking.timing import CaseTimes
@@ -137,11 +137,11 @@ def write_report(
     figures: Sequence[Path] = (),
 ) -> list[Path]:
     """Writes ``summary.json`` (flat records) and ``README.md`` (tables, with
-    `figures`, which lie in the same folder); returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    `figures`, which lie in the same folder) into a folder, which it makes; returns
+    the paths."""
     records = [record for benchmark in benchmarks for record in benchmark.records()]
     summary = folder / "summary.json"
-    summary.write_text(json.dumps(records, indent=1) + "\n")
+    write_json(summary, records)
     tables = folder / "README.md"
     head = "# Time of one encoder call\n\n"
     if command:
