@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
+from vllm_encoder_cg.samples.encoder_inputs import image_batch, media_batch
 from vllm_encoder_cg.startup.rounding import allowed_error, nudge, relative_norm
 from vllm_encoder_cg.verification_cases import (
     FULL_SIDE,
@@ -115,12 +115,7 @@ class Verifier:
     def make_inputs(self, batch: MediaBatch) -> dict[str, Any]:
         """Random inputs for a batch, other ones at every call."""
         self._calls += 1
-        seed = self._seed + self._calls
-        if batch.modality == "video":
-            clips = [(item.frames, item.width, item.height) for item in batch.items]
-            return video_batch(self.manager.adapter, clips, seed)
-        sizes = [(item.width, item.height) for item in batch.items]
-        return image_batch(self.manager.adapter, sizes, seed)
+        return media_batch(self.manager.adapter, batch, self._seed + self._calls)
 
     def run(self, case: Case) -> CaseResult:
         """One case."""

@@ -124,27 +124,18 @@ def make_batches(encoder: Encoder, random_batches: int) -> list[MediaBatch]:
     return [*fixed, *cases[-1].batches]
 
 
-def make_inputs(adapter: Any, batch: MediaBatch, seed: int) -> dict[str, Any]:
-    """The same on every rank."""
-    from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-
-    if batch.modality == "video":
-        clips = [(item.frames, item.width, item.height) for item in batch.items]
-        return video_batch(adapter, clips, seed)
-    return image_batch(adapter, [(i.width, i.height) for i in batch.items], seed)
-
-
 def write_references(
     rank: int, ranks: int, encoder: Encoder, checkpoint: Path, batches: list[MediaBatch]
 ) -> None:
     """What the model makes of every batch on a single rank, as files."""
     import torch
 
+    from vllm_encoder_cg.samples.encoder_inputs import media_batch
     from vllm_encoder_cg.verification import eager_embeddings
 
     with built(encoder, ranks, checkpoint) as manager:
         for seed, batch in enumerate(batches):
-            mm_kwargs = make_inputs(manager.adapter, batch, seed)
+            mm_kwargs = media_batch(manager.adapter, batch, seed)
             embeddings = eager_embeddings(manager.model, mm_kwargs)
             torch.save([each.cpu() for each in embeddings], _file(checkpoint, seed))
 
@@ -220,9 +211,10 @@ def _compare(
 ) -> None:
     import torch
 
+    from vllm_encoder_cg.samples.encoder_inputs import media_batch
     from vllm_encoder_cg.startup.rounding import relative_norm
 
-    outputs = encode(manager, make_inputs(manager.adapter, batch, seed))
+    outputs = encode(manager, media_batch(manager.adapter, batch, seed))
     references = torch.load(_file(checkpoint, seed))
     result.batches += 1
     if len(outputs) != len(references):

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -65,6 +65,7 @@ def write_references(rank: int, size: int, folder: str) -> None:
     """A checkpoint of every architecture, and as ``<architecture>.pt`` what the
     model makes of its batches on a single rank."""
     from vllm_encoder_cg.samples.checkpoints import write_checkpoint
+    from vllm_encoder_cg.samples.encoder_inputs import media_batch
     from vllm_encoder_cg.verification import eager_embeddings
 
     gc.freeze()  # vLLM's modules
@@ -74,18 +75,9 @@ def write_references(rank: int, size: int, folder: str) -> None:
         with built(checkpoint, size, "weights") as manager:
             given = {}
             for seed, (name, batch) in enumerate(batches.items()):
-                mm_kwargs = _make_inputs(manager.adapter, batch, seed)
+                mm_kwargs = media_batch(manager.adapter, batch, seed)
                 given[name] = (mm_kwargs, eager_embeddings(manager.model, mm_kwargs))
         torch.save(given, Path(folder) / f"{architecture}.pt")
-
-
-def _make_inputs(adapter: Any, batch: MediaBatch, seed: int) -> dict[str, Any]:
-    from vllm_encoder_cg.samples.encoder_inputs import image_batch, video_batch
-
-    if batch.modality == "video":
-        clips = [(item.frames, item.width, item.height) for item in batch.items]
-        return video_batch(adapter, clips, seed)
-    return image_batch(adapter, [(i.width, i.height) for i in batch.items], seed)
 
 
 def encode_on_rank(

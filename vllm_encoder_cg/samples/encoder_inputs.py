@@ -20,6 +20,7 @@ from vllm_encoder_cg.models.minicpmv import MiniCPMVAdapter
 from vllm_encoder_cg.models.packed_tower import PackedTowerAdapter
 from vllm_encoder_cg.models.padded_samples import TokenGrid, fit_grid
 from vllm_encoder_cg.models.tiled_tower import TiledTowerAdapter
+from vllm_encoder_cg.verification_cases import MediaBatch
 
 ImageSize = tuple[int, int]
 """(width, height) in pixels."""
@@ -64,6 +65,16 @@ def video_batch(
 ) -> dict[str, Any]:
     """Likewise for random videos of (frames, width, height)."""
     return _find_maker(adapter).videos(adapter, clips, _generator(adapter, seed))
+
+
+def media_batch(
+    adapter: EncoderAdapter, batch: MediaBatch, seed: int
+) -> dict[str, Any]:
+    """Likewise for the items of a batch, of either modality."""
+    if batch.modality == "video":
+        clips = [(item.frames, item.width, item.height) for item in batch.items]
+        return video_batch(adapter, clips, seed)
+    return image_batch(adapter, [(i.width, i.height) for i in batch.items], seed)
 
 
 def _find_maker(adapter: EncoderAdapter) -> InputMaker:
