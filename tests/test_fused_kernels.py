@@ -9,13 +9,11 @@ and the epilogue of products.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-import pytest
+from tests.support.module_runs import run_with_triton
 
 TOLERANCE = 1e-4
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -87,16 +85,7 @@ def compare() -> None:
 
 
 def test_tower_on_kernels_equals_eager() -> None:
-    pytest.importorskip("triton", reason="PyTorch's build for this machine has none")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_fused_kernels"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_with_triton("tests.test_fused_kernels", os.environ | {"TRITON_INTERPRET": "1"})
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ to be chosen before Triton is imported.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
-import pytest
 import torch
 
+from tests.support.module_runs import run_with_triton
 from vllm_encoder_cg.models import grid_rows, windows
 from vllm_encoder_cg.models.grid_rows import GridRows
 
@@ -112,16 +110,7 @@ def compare_fused() -> None:
 
 
 def test_kernels_equal_tensor_operations() -> None:
-    pytest.importorskip("triton", reason="PyTorch's build for this machine has none")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_kernels"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_with_triton("tests.test_kernels", os.environ | {"TRITON_INTERPRET": "1"})
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ since other tests have Triton's interpreter.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+
+from tests.support.module_runs import run_with_triton
 
 CAPABILITIES = (80, 90)
 """Of A100, and of H100 and H200."""
@@ -117,17 +116,10 @@ def compile_all() -> None:
 
 
 def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="PyTorch's build for this machine has none")
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_kernels_compile"],
-        env=environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    run_with_triton(
+        "tests.test_kernels_compile", environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 if __name__ == "__main__":
