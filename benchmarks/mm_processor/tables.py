@@ -19,17 +19,13 @@ def describe(record: dict[str, Any]) -> str:
 
 def markdown(records: Sequence[dict[str, Any]]) -> str:
     """A table: mean and P99 by way, and what ours saves."""
-    runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for record in records:
-        of_run = runs.setdefault((record["workload"], record["backend"]), {})
-        of_run[record["way"]] = record
     lines = [
         "| workload | backend | | "
         + " | ".join(f"{way} (ms)" for way in WAYS)
         + " | ours / eager | ours / in-tree |",
         "|---|---|---|" + "---:|" * (len(WAYS) + 2),
     ]
-    for (workload, backend), by_way in runs.items():
+    for (workload, backend), by_way in _by_run(records).items():
         for label in ("mean", "p99"):
             values = {
                 way: record[f"{label}_encoder_forward_ms"]
@@ -48,10 +44,7 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
 
 def verdict(records: Sequence[dict[str, Any]]) -> str:
     """Ours to the other ways, at most, and how fast engines started."""
-    runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for record in records:
-        of_run = runs.setdefault((record["workload"], record["backend"]), {})
-        of_run[record["way"]] = record
+    runs = _by_run(records)
     parts = [f"{len(records)} engines"]
     for other in ("eager", "in-tree"):
         for label in ("mean", "p99"):
@@ -67,3 +60,14 @@ def verdict(records: Sequence[dict[str, Any]]) -> str:
     if starts:
         parts.append(f"started in {max(starts):.0f} s at most")
     return ", ".join(parts)
+
+
+def _by_run(
+    records: Sequence[dict[str, Any]],
+) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """Records by way, by workload and backend."""
+    runs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for record in records:
+        of_run = runs.setdefault((record["workload"], record["backend"]), {})
+        of_run[record["way"]] = record
+    return runs
