@@ -31,6 +31,7 @@ from vllm_encoder_cg.benchmarking.scripts import (
     Attempts,
     add_time_limit,
     prepare_environment,
+    python_path,
     write_json,
 )
 
@@ -103,10 +104,8 @@ def main() -> int:
 
 def start_engine(job: dict[str, Any]) -> dict[str, Any]:
     """Runs one engine in a process of its own; returns what it found."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {
-        "PYTHONPATH": path,
+        "PYTHONPATH": python_path(Path(__file__).resolve().parents[2]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(job["runner"] == "V2")),
     }

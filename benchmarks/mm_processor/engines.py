@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mm_processor.gate import GO, READY
+from vllm_encoder_cg.benchmarking.scripts import python_path
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ACTIVE = re.compile(r"vllm-encoder-cg \S+ active for")
@@ -69,7 +70,7 @@ def started(
         folder: receives a folder per way.
     """
     engines = []
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    path = {"PYTHONPATH": python_path(_ROOT)}
     try:
         for way, command in commands.items():
             of_way = folder / way
@@ -82,7 +83,7 @@ def started(
                         *(sys.executable, "-m", "benchmarks.mm_processor.gate"),
                         *(str(of_way), *command),
                     ],
-                    env=os.environ | {"PYTHONPATH": path} | environments[way],
+                    env=os.environ | path | environments[way],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.run_all.jobs import Job
+from vllm_encoder_cg.benchmarking.scripts import VERDICT, python_path, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_PER_CARD = 3
@@ -152,10 +152,9 @@ class Scheduler:
         words = shlex.split(job.command)
         # Text of the caller's is only filled in, never split.
         words = [w.format(out=folder, seconds=f"{seconds:.0f}") for w in words]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {
             "CUDA_VISIBLE_DEVICES": ",".join(self.cards[card] for card in cards),
-            "PYTHONPATH": path,
+            "PYTHONPATH": python_path(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
         with (folder / "log.txt").open("wb") as log:
@@ -196,12 +195,12 @@ class Scheduler:
     def _add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         print(f"{row['name']}: {row['found']} ({row['seconds']:.0f} s)", flush=True)
-        (self.out / "results.json").write_text(json.dumps(self.rows, indent=1) + "\n")
+        write_json(self.out / "results.json", self.rows)
 
 
 def last_line(log: Path) -> str:
     """The verdict at the end of a log, or else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line]
-    verdicts = [line for line in lines if line.startswith("verdict: ")]
-    return (verdicts or lines or [""])[-1].removeprefix("verdict: ")[:300]
+    verdicts = [line for line in lines if line.startswith(VERDICT)]
+    return (verdicts or lines or [""])[-1].removeprefix(VERDICT)[:300]

@@ -37,6 +37,11 @@ def prepare_environment() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
+def python_path(folder: Path) -> str:
+    """``PYTHONPATH`` of a process that imports from `folder`, too."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 def add_time_limit(parser: argparse.ArgumentParser) -> None:
     """The option ``--stop-after``, which ``Attempts`` takes."""
     parser.add_argument(
