@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mm_processor.gate import GO, READY
+from benchmarks.mm_processor.output import find_problem, read_results
 from vllm_encoder_cg.benchmarking.scripts import python_path
 
 _ROOT = Path(__file__).resolve().parents[2]
-_ACTIVE = re.compile(r"vllm-encoder-cg \S+ active for")
-_STATISTICS = re.compile(r"Encoder CUDA graphs: Items: (\d+), Hit rate: ([\d.]+)%")
 
 
 @dataclass
@@ -127,25 +124,8 @@ def measure(engine: Engine, limit_s: float) -> dict[str, Any]:
     log = engine.log
     if code:
         raise RuntimeError(f"exit code {code}: {log[-3000:]}")
-    active = bool(_ACTIVE.search(log))
-    if active != (engine.way == "ours"):
-        raise RuntimeError(
-            f"this package's graphs are {'' if active else 'not '}active"
-        )
+    if problem := find_problem(engine.way, log):
+        raise RuntimeError(problem)
     return read_results(engine.folder / "results.json", log) | {
         "start_seconds": engine.start_s
-    }
-
-
-def read_results(path: Path, log: str) -> dict[str, Any]:
-    """The figures of one engine, and what its log says of hits, if it does."""
-    measured = json.loads(path.read_text())
-    forward = measured["mm_processor_stats"]["encoder_forward_ms"]
-    lines = _STATISTICS.findall(log)
-    return {
-        "prompts": measured["completed"],
-        "mean_encoder_forward_ms": forward["mean"],
-        "median_encoder_forward_ms": forward["median"],
-        "p99_encoder_forward_ms": forward.get("p99") or forward["p99.0"],
-        "hit_rate_percent": float(lines[-1][1]) if lines else None,
     }

@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.mm_processor.output import find_problem, read_results
 from benchmarks.multi_gpu.engines import (
     engine_args,
     make_checkpoint,
     make_environment,
 )
-from benchmarks.multi_gpu.processes import Job, Outcome, run_jobs
+from benchmarks.multi_gpu.processes import Job, run_jobs
 from benchmarks.multi_gpu.results import Results, TimeLimit
 from benchmarks.multi_gpu.timing import IN_TREE_BUDGETS, IN_TREE_ITEMS
 from vllm_encoder_cg.benchmarking.engine_options import as_options
 from vllm_encoder_cg.integration.environment import DISABLE
-
-_ACTIVE = re.compile(r"vllm-encoder-cg \S+ active for")
 
 
 def bench_mm_processor(
@@ -59,30 +56,22 @@ def bench_mm_processor(
             places[name] = (backend, way, output)
     for job, outcome in run_jobs(jobs, folder, limit):
         backend, way, output = places[job.name]
-        problem = outcome.error or _find_problem(way, outcome)
+        problem = outcome.error or find_problem(way, outcome.log)
         if problem:
             results.add_problem("mm-processor", job.name, problem)
             continue
-        measured = json.loads(output.read_text())
-        forward = measured["mm_processor_stats"]["encoder_forward_ms"]
+        measured = read_results(output, outcome.log)
         results.add(
             {
                 "part": "mm-processor",
                 "bench": f"mm-processor, {backend}",
                 "ranks": ranks,
                 "way": way,
-                "requests": measured["completed"],
-                "mean_ms": forward["mean"],
-                "p99_ms": forward.get("p99") or forward["p99.0"],
+                "requests": measured["prompts"],
+                "mean_ms": measured["mean_encoder_forward_ms"],
+                "p99_ms": measured["p99_encoder_forward_ms"],
             }
         )
-
-
-def _find_problem(way: str, outcome: Outcome) -> str | None:
-    active = bool(_ACTIVE.search(outcome.log))
-    if active == (way == "ours"):
-        return None
-    return f"this package's graphs are {'' if active else 'not '}active"
 
 
 def _options(
