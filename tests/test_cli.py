@@ -26,7 +26,7 @@ KIMI = "KimiVLForConditionalGeneration"
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in this process leave no variable to other tests."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stdout")
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
