@@ -79,7 +79,7 @@ def run(
         EncoderOptions,
         captured_encoder,
     )
-    from vllm_encoder_cg.samples.encoder_inputs import image_batch
+    from vllm_encoder_cg.samples.encoder_inputs import media_batch
 
     architecture, _, backend = encoder.partition(":")
     backend = backend or "FLASH_ATTN"
@@ -97,8 +97,7 @@ def run(
         for case in STANDARD_CASES:
             if case.name not in CASES:
                 continue
-            sizes = [(item.width, item.height) for item in case.batch.items]
-            mm_kwargs = image_batch(manager.adapter, sizes, seed=1)
+            mm_kwargs = media_batch(manager.adapter, case.batch, seed=1)
             graphs = make_graphs(manager, mm_kwargs)
             times = time_in_turn(graphs, torch.device("cuda"), args.rounds)
             for name, of_graph in times.items():

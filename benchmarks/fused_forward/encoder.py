@@ -24,7 +24,7 @@ from vllm_encoder_cg.kernels import short_rows
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
-from vllm_encoder_cg.samples.encoder_inputs import image_batch
+from vllm_encoder_cg.samples.encoder_inputs import media_batch
 from vllm_encoder_cg.startup.forward_choice import choose_forward
 
 _PROFILED_CASES = ("1 x 224x224", "1 x 640x480", "1 x 1024x1024")
@@ -69,7 +69,8 @@ def run(
         # Per heads, head size, dtype and device.
         found["short_rows"] = list(short_rows._known.values())
         batches = {
-            case.name: _images(plain, case.batch.items) for case in STANDARD_CASES
+            case.name: media_batch(plain.adapter, case.batch, seed=1)
+            for case in STANDARD_CASES
         }
         for name, mm_kwargs in batches.items():
             row = attempts.run(
@@ -148,11 +149,6 @@ def _auto_choice(plain: EncoderCudaGraphManager) -> dict[str, Any]:
         "auto",
     )
     return {"fused": manager.adapter.fused, "seconds": time.perf_counter() - begin}
-
-
-def _images(manager: EncoderCudaGraphManager, items: Any) -> dict[str, Any]:
-    sizes = [(item.width, item.height) for item in items]
-    return image_batch(manager.adapter, sizes, seed=1)
 
 
 def _time_case(
