@@ -282,21 +282,48 @@ class TestEngineCheck:
 
 
 class TestServeCheck:
-    def found(self, **more: Any) -> dict[str, Any]:
-        tokens = {"a": list(range(serve_check.TOKENS))}
-        return {"without": tokens, "with": tokens, "metrics": {"hits": 2.0}} | more
+    NAMES = ("a", "b", "c", "d")
+    TIE: ClassVar = {1: -0.69, 2: -0.70}
+
+    def answer(
+        self, tokens: list[int], logprobs: dict[int, float]
+    ) -> serve_check.Answer:
+        tokens = tokens + [0] * (serve_check.TOKENS - len(tokens))
+        return serve_check.Answer(tokens, [logprobs] * serve_check.TOKENS)
+
+    def found(self, **other: serve_check.Answer) -> dict[str, Any]:
+        """Four answers without graphs, and with them `other` instead of some."""
+        without = {name: self.answer([1], self.TIE) for name in self.NAMES}
+        return {"without": without, "with": without | other, "metrics": {"hits": 2.0}}
 
     def test_answers_must_be_equal_and_by_graph(self) -> None:
         assert serve_check.problems(self.found()) == []
-        other = {"a": [0] * serve_check.TOKENS}
-        (problem,) = serve_check.problems(self.found(**{"with": other}))
-        assert problem == "a: other tokens with graphs"
-        name = f"a{serve_check.AT_ONCE}"
-        batched = {"without": {name: [1] * serve_check.TOKENS}, "with": {name: [2]}}
-        (problem,) = serve_check.problems(self.found(**batched))
-        assert problem == f"{name}: 1 tokens with graphs instead of 12"
-        (problem,) = serve_check.problems(self.found(metrics={}))
+        (problem,) = serve_check.problems(self.found() | {"metrics": {}})
         assert problem == "no item was encoded by graph"
+        found = self.found(a=serve_check.Answer([1], [self.TIE]))
+        assert serve_check.problems(found) == ["a: 1 tokens with graphs instead of 12"]
+
+    @pytest.mark.parametrize(
+        "logprobs", [{1: -5.0, 2: -0.01}, {2: -0.69, 3: -0.7}, {3: -0.1}]
+    )
+    def test_a_server_that_is_surer_of_another_token_is_wrong(
+        self, logprobs: dict[int, float]
+    ) -> None:
+        found = self.found(a=self.answer([2], logprobs))
+        assert serve_check.problems(found) == ["a: other tokens with graphs"]
+        name = f"a{serve_check.AT_ONCE}"
+        for way, token in (("without", 1), ("with", 2)):
+            found[way] = {name: self.answer([token], logprobs)}
+        assert serve_check.problems(found) == []
+
+    def test_one_tie_in_four_may_part(self) -> None:
+        other = self.answer([2], {1: -0.70, 2: -0.69})
+        found = self.found(a=other)
+        assert serve_check.problems(found) == []
+        parting = serve_check.comparisons(found)["a"]
+        assert str(parting) == "a: parts at token 0, by 0.010 nats"
+        (problem,) = serve_check.problems(self.found(a=other, b=other))
+        assert problem == "2 of 4 answers part, if by little"
 
     def test_metrics_are_summed_over_labels(self) -> None:
         text = """

@@ -23,6 +23,7 @@ from vllm_encoder_cg.definitions import (
     GraphKey,
 )
 from vllm_encoder_cg.graphs import CudaGraphRecorder
+from vllm_encoder_cg.streams import side_stream
 
 
 class Stream:
@@ -192,6 +193,25 @@ def test_a_failing_forward_begins_no_capture(cuda: Cuda) -> None:
 
 
 # -- Streams -----------------------------------------------------------------------
+
+
+def test_captures_share_one_stream(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps memory for each stream that a product ever ran on."""
+    made: list[Stream] = []
+
+    def new_stream(device: int) -> Stream:
+        made.append(Stream(f"stream {len(made)}"))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    cuda.current = cuda.default
+    side_stream.cache_clear()
+    try:
+        for _ in range(3):
+            CudaGraphRecorder().record(forward, make_output)
+    finally:
+        side_stream.cache_clear()
+    assert len(made) == 1
 
 
 class Adapter:

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from vllm_encoder_cg.streams import side_stream
+
 Forward = Callable[[], torch.Tensor]
 MakeOutput = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -83,7 +85,6 @@ class CudaGraphRecorder:
     def __init__(self, graph_pool: Any = None) -> None:
         self._pool = graph_pool
         self._recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._stream: torch.cuda.Stream | None = None
 
     def _live_pool(self) -> Any:
         """The pool to capture into.
@@ -108,9 +109,7 @@ class CudaGraphRecorder:
         current = torch.cuda.current_stream()
         if current != torch.cuda.default_stream():
             return current
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        return self._stream
+        return side_stream("capture", torch.cuda.current_device())
 
     def record(
         self, forward: Forward, make_output: MakeOutput, *, warm_up: bool = True

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from vllm_encoder_cg import kernels
+from vllm_encoder_cg.streams import side_stream
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class Alongside:
 
     def __init__(self, device: torch.device, *, apart: bool) -> None:
         self._stream = (
-            torch.cuda.Stream(device)
+            side_stream("alongside", device)
             if apart and kernels.is_available(device)
             else None
         )
