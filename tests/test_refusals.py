@@ -83,3 +83,40 @@ def test_a_model_that_its_adapter_does_not_know(
 
     monkeypatch.setattr(type(base.adapter), method, fail)
     assert_left_to_vllm(make_manager(base), "its adapter cannot", "no blocks")
+
+
+def with_quantised_input(
+    base: EncoderCudaGraphManager, monkeypatch: pytest.MonkeyPatch, key: Any
+) -> EncoderCudaGraphManager:
+    """One linear of the tower quantises its input."""
+    linear = next(m for m in base.adapter.tower.modules() if hasattr(m, "quant_method"))
+    monkeypatch.setattr(linear, "quant_method", copy.copy(linear.quant_method))
+    linear.quant_method.activation_quant_key = key
+    return make_manager(base)
+
+
+def test_linears_that_scale_by_all_rows(
+    small_encoders: SmallEncoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else padding, and what an earlier batch left in it, would reach real rows."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    base = small_encoders.get("Qwen3VLForConditionalGeneration")
+    dynamic = quant_utils.kFp8DynamicTensorSym
+    manager = with_quantised_input(base, monkeypatch, dynamic)
+    assert_left_to_vllm(manager, "largest value of all rows", "per token")
+
+
+@pytest.mark.parametrize("name", ["kFp8DynamicTokenSym", "kFp8StaticTensorSym"])
+def test_other_quantised_linears_are_captured(
+    name: str, small_encoders: SmallEncoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They round their input, so that two runs differ by more."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    base = small_encoders.get("Qwen3VLForConditionalGeneration")
+    manager = with_quantised_input(base, monkeypatch, getattr(quant_utils, name))
+    assert manager.active
+    assert manager.adapter.coarseness() == 2 and base.adapter.coarseness() == 2
+    monkeypatch.undo()
+    assert base.adapter.coarseness() == 1

@@ -113,11 +113,13 @@ def test_relative_norm() -> None:
     assert relative_norm(torch.tensor([3.0, float("inf")]), reference) == float("inf")
 
 
-def test_a_small_item_does_not_hide_among_large_ones() -> None:
-    key = GraphKey("default", 64)
+def test_a_small_item_does_not_hide_among_large_ones(
+    sound: EncoderCudaGraphManager,
+) -> None:
+    adapter, key = sound.adapter, GraphKey("default", 64)
     large, small = torch.full((1000, 8), 10.0), torch.ones(1, 8)
-    assert compare_items(key, [large, small], [large, small]) is None
-    mismatch = compare_items(key, [large, -small], [large, small])
+    assert compare_items(adapter, key, [large, small], [large, small]) is None
+    mismatch = compare_items(adapter, key, [large, -small], [large, small])
     assert mismatch is not None and mismatch.error == pytest.approx(2)
     together = torch.cat([large, -small]), torch.cat([large, small])
     assert relative_norm(*together) < 1e-2

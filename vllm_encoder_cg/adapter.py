@@ -102,6 +102,11 @@ class EncoderAdapter(ABC):
         """Name of the encoder's attention backend, for messages."""
         return "unknown"
 
+    def coarseness(self) -> float:
+        """How many times as far as its dtype explains two runs of this encoder may
+        differ by rounding alone; more than 1 where linears quantise their input."""
+        return 1.0
+
     @abstractmethod
     def config(self) -> EncoderCudaGraphConfig:
         """Modalities, output width, paths and axes."""

@@ -17,6 +17,7 @@ tokens before the first of those changes.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -34,6 +35,9 @@ from vllm_encoder_cg.benchmarking.scripts import (
     python_path,
     write_json,
 )
+
+STUCK_S = 120.0
+"""An engine that takes longer says where it is."""
 
 
 def main() -> int:
@@ -53,6 +57,7 @@ def main() -> int:
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
+        faulthandler.dump_traceback_later(STUCK_S)  # to its log
         job = json.loads(args.engine)
         write_json(Path(job["output"]), run_engine(job))
         # vLLM's threads must not keep a finished process.

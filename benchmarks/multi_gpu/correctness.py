@@ -175,9 +175,9 @@ def _check_batches(
     batches: list[MediaBatch],
     result: Correctness,
 ) -> None:
-    from vllm_encoder_cg.verification import TOLERANCE
+    from vllm_encoder_cg.verification import tolerance_of
 
-    result.tolerance = TOLERANCE[manager.dtype]
+    result.tolerance = tolerance_of(manager)
     capture(manager)
     if not manager.is_captured():
         result.problems.append(f"no graphs: {manager.inactive_reason}")

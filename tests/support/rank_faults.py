@@ -173,10 +173,12 @@ def _check_fails(rank: int, size: int, mode: str) -> dict[str, Any]:
     on_rank = toy_rank(size, mode)
     compare_items = self_check.compare_items
 
-    def differ(key: Any, results: Any, references: Any) -> Mismatch | None:
+    def differ(
+        adapter: Any, key: Any, results: Any, references: Any
+    ) -> Mismatch | None:
         if _last(rank, size) and key.token_budget == 2:
             return Mismatch(key, 0.5, 1e-3)
-        return compare_items(key, results, references)
+        return compare_items(adapter, key, results, references)
 
     with mock.patch.object(self_check, "compare_items", differ):
         on_rank.manager.capture()
@@ -192,10 +194,12 @@ def _check_stops_the_start(rank: int, size: int, mode: str) -> str:
     on_rank = toy_rank(size, mode, on_mismatch="raise")
     compare_items = self_check.compare_items
 
-    def differ(key: Any, results: Any, references: Any) -> Mismatch | None:
+    def differ(
+        adapter: Any, key: Any, results: Any, references: Any
+    ) -> Mismatch | None:
         if _last(rank, size):
             return Mismatch(key, 0.5, 1e-3)
-        return compare_items(key, results, references)
+        return compare_items(adapter, key, results, references)
 
     with mock.patch.object(self_check, "compare_items", differ):
         try:

@@ -8,7 +8,12 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.models.quantized_linears import rounds_input
 from vllm_encoder_cg.models.refusals import tower_refusal
+
+_QUANTIZED_COARSENESS = 2.0
+"""A last bit of float8_e4m3 is 16 times one of bfloat16; but only where a value lies
+near the middle of two does a small difference move it."""
 
 
 class TowerAdapter(EncoderAdapter):
@@ -20,6 +25,9 @@ class TowerAdapter(EncoderAdapter):
     def __init__(self, model: Any, vllm_config: Any) -> None:
         super().__init__(model, vllm_config)
         self.tower: Any = getattr(model, self.tower_attribute, None)
+
+    def coarseness(self) -> float:
+        return _QUANTIZED_COARSENESS if rounds_input(self.tower) else 1.0
 
     def unsupported_reason(self) -> str | None:
         return tower_refusal(self.tower, self.vllm_config)
