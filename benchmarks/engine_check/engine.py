@@ -113,8 +113,12 @@ def run_engine(job: dict[str, Any]) -> dict[str, Any]:
             llm.collective_rpc("load_saved_weights", args=(weights,))
 
         def sleep(level: int) -> None:
-            llm.sleep(level)
-            llm.wake_up()
+            try:
+                # Raises where another process took memory meanwhile.
+                llm.sleep(level)
+            finally:
+                # Else the next request waits for ever.
+                llm.wake_up()
             if level == 2:
                 reload()
 

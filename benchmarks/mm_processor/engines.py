@@ -67,7 +67,8 @@ def started(
         folder: receives a folder per way.
     """
     engines = []
-    path = {"PYTHONPATH": python_path(_ROOT)}
+    # Whose graphs are active stands in the log, at INFO, whatever the caller's level.
+    shared = {"PYTHONPATH": python_path(_ROOT), "VLLM_LOGGING_LEVEL": "INFO"}
     try:
         for way, command in commands.items():
             of_way = folder / way
@@ -80,7 +81,7 @@ def started(
                         *(sys.executable, "-m", "benchmarks.mm_processor.gate"),
                         *(str(of_way), *command),
                     ],
-                    env=os.environ | path | environments[way],
+                    env=os.environ | shared | environments[way],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

@@ -91,7 +91,11 @@ def make_environment() -> dict[str, str]:
     from vllm.platforms import current_platform
 
     # One process less to start; what is timed is timed in the ranks' own.
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Whose graphs are active is read in the log.
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
     if current_platform.is_cpu():
         # Ranks on any number of cores.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
