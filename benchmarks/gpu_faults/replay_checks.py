@@ -192,9 +192,9 @@ def no_synchronisation(context: Context) -> None:
     for architecture in adapted_architectures():
         try:
             manager = context.encoders.get(architecture, vision="small", budgets=())
-        except Exception as error:  # a sample that this vLLM cannot build
-            context.figures[architecture] = f"{type(error).__name__}: {error}"[:200]
-            continue
+        except Exception as error:  # whose text this vLLM cannot run in small
+            context.figures[f"{architecture}, small"] = f"{error}"[:200]
+            manager = context.encoders.get(architecture)
         if not manager.is_captured():
             context.figures[architecture] = manager.inactive_reason
             continue
