@@ -109,6 +109,22 @@ def test_alike_batches_sum_to_the_exact_time(
     assert since < 16
 
 
+def test_every_batch_may_be_timed_from_some_batch_on(clock: Clock) -> None:
+    """What ``verify`` prints is exact, if one batch takes as long as all others."""
+    stats = EncoderStats()
+    timer = StepTimer(CPU, stats, every=8)
+    for _ in range(5):
+        timer.begin_batch()
+    timer.time_every_batch()
+    before, timed = stats.replay_seconds, stats.timed_batches
+    timer.begin_batch()  # stands for what was not timed before, too
+    for seconds in (1.0, 100.0, 2.0):
+        timer.begin_batch()
+        run(timer, clock, seconds)
+    assert stats.replay_seconds - before == pytest.approx(103.0)
+    assert stats.timed_batches == timed + 4
+
+
 def test_sums_never_decrease(clock: Clock) -> None:
     stats = EncoderStats()
     timer = StepTimer(CUDA, stats)

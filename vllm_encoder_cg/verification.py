@@ -116,6 +116,8 @@ class Verifier:
         self._calls = 0
         self._plans: list[Plan] = []
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # A few batches, of which one may take as long as all others.
+        manager.time_every_batch()
         manager.observer = lambda batch, plan, outputs: self._plans.append(plan)
 
     def make_inputs(self, batch: MediaBatch) -> dict[str, Any]:

@@ -56,12 +56,12 @@ _RANKS = (
 
 JOBS = (
     # Is it right?
-    Job("faults", f"-m benchmarks.gpu_faults {_LIMITED}", 300, 580),
-    Job("engine-memory", f"{_ENGINES} --only-graphs --jobs 1", 160, 400),
-    Job("engine-tokens", _ENGINES, 150, 400, alone=False),
-    Job("serve", f"benchmarks/serve_check.py {_LIMITED}", 120, 300, alone=False),
-    Job("verify", f"{_VERIFY} --architecture {_QWEN3} --batches 20", 80, 240, False),
-    Job("check-triton", f"{_CHECK} 200 {_QWEN3}:TRITON_ATTN:0", 120, 400, alone=False),
+    Job("faults", f"-m benchmarks.gpu_faults {_LIMITED}", 420, 580),
+    Job("engine-memory", f"{_ENGINES} --only-graphs --jobs 1", 80, 400),
+    Job("engine-tokens", _ENGINES, 80, 400, alone=False),
+    Job("serve", f"benchmarks/serve_check.py {_LIMITED}", 90, 300, alone=False),
+    Job("verify", f"{_VERIFY} --architecture {_QWEN3} --batches 20", 100, 240, False),
+    Job("check-triton", f"{_CHECK} 200 {_QWEN3}:TRITON_ATTN:0", 250, 400, alone=False),
     Job(
         "check-qwen3",
         f"{_CHECK} 200 {_QWEN3}:FLASH_ATTN:0 {_QWEN3} {_QWEN3}:FLASHINFER:0 "
@@ -71,14 +71,14 @@ JOBS = (
     Job("check-packed", f"{_CHECK} 20 {_PACKED}", 400, 580, alone=False),
     Job("check-others", f"{_CHECK} 20 {_OTHERS}", 400, 580, alone=False),
     # Is it fast?
-    Job("mm-mixed", f"{_MM} mixed", 180, 400),
-    Job("mm-wide", f"{_MM} wide", 200, 400),
-    Job("mm-twenty", f"{_MM} twenty", 220, 400),
-    Job("mm-flashinfer", f"{_MM} mixed twenty --backends FLASHINFER", 350, 580),
-    Job("latency-qwen3", f"{_LATENCY} {_QWEN3} {_QWEN3}:FLASHINFER", 180, 400),
-    Job("latency-packed", f"{_LATENCY} {_QWEN2_5} {_GLM}", 180, 400),
-    Job("latency-tiled", f"{_LATENCY} {_INTERNVL} {_DEEPSEEK}", 180, 400),
-    Job("latency-padded", f"{_LATENCY} {_GEMMA3} MiniCPMV4_5", 180, 400),
+    Job("mm-mixed", f"{_MM} mixed", 80, 400),
+    Job("mm-wide", f"{_MM} wide", 90, 400),
+    Job("mm-twenty", f"{_MM} twenty", 100, 400),
+    Job("mm-flashinfer", f"{_MM} mixed twenty --backends FLASHINFER", 180, 580),
+    Job("latency-qwen3", f"{_LATENCY} {_QWEN3} {_QWEN3}:FLASHINFER", 110, 400),
+    Job("latency-packed", f"{_LATENCY} {_QWEN2_5} {_GLM}", 110, 400),
+    Job("latency-tiled", f"{_LATENCY} {_INTERNVL} {_DEEPSEEK}", 100, 400),
+    Job("latency-padded", f"{_LATENCY} {_GEMMA3} MiniCPMV4_5", 110, 400),
     Job("growth", f"{_LATENCY} --no-cases --growth {_QWEN3}", 150, 400),
     Job(
         "start-up",
