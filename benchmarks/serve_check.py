@@ -138,8 +138,8 @@ class Parting:
     name: str
     token: int
     nats: float
-    """By how much the server that is surer prefers its own; inf: by so much that the
-    other one is not among the likeliest."""
+    """By how much the two differ in what they prefer, at most; inf: by so much that a
+    token is not among the likeliest of the other server."""
 
     def __str__(self) -> str:
         return f"{self.name}: parts at token {self.token}, by {self.nats:.3f} nats"
@@ -150,11 +150,16 @@ def part(name: str, first: Answer, second: Answer) -> Parting | None:
     for index, pair in enumerate(zip(first.tokens, second.tokens, strict=False)):
         if pair[0] != pair[1]:
             nats = (
-                answer.logprobs[index].get(own, math.inf)
-                - answer.logprobs[index].get(other, -math.inf)
+                abs(
+                    answer.logprobs[index].get(own, math.inf)
+                    - answer.logprobs[index].get(other, -math.inf)
+                )
                 for answer, own, other in ((first, *pair), (second, *pair[::-1]))
             )
-            return Parting(name, index, max(nats))
+            # Of NaN and a number, max() may choose the number.
+            return Parting(
+                name, index, max(nats, key=lambda n: n if n == n else math.inf)
+            )
     return None
 
 
@@ -173,13 +178,14 @@ def problems(found: dict[str, Any]) -> list[str]:
     wrong = [
         f"{each.name}: other tokens with graphs"
         for each in partings
-        if each.nats > TIE_NATS
+        if not each.nats <= TIE_NATS  # nor NaN
     ]
     if not wrong and len(partings) > MOST_TIES * len(alone):
         wrong.append(f"{len(partings)} of {len(alone)} answers part, if by little")
     wrong += [
-        f"{name}: {len(answer.tokens)} tokens with graphs instead of {TOKENS}"
-        for name, answer in found["with"].items()
+        f"{name}: {len(answer.tokens)} tokens {way} graphs instead of {TOKENS}"
+        for way in ("without", "with")
+        for name, answer in found[way].items()
         if len(answer.tokens) != TOKENS
     ]
     if not found["metrics"].get("hits"):

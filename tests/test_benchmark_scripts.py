@@ -308,7 +308,14 @@ class TestServeCheck:
         assert serve_check.problems(found) == ["a: 1 tokens with graphs instead of 12"]
 
     @pytest.mark.parametrize(
-        "logprobs", [{1: -5.0, 2: -0.01}, {2: -0.69, 3: -0.7}, {3: -0.1}]
+        "logprobs",
+        [
+            {1: -5.0, 2: -0.01},
+            {1: -0.01, 2: -5.0},
+            {2: -0.69, 3: -0.7},
+            {3: -0.1},
+            {1: float("nan"), 2: -0.01},
+        ],
     )
     def test_a_server_that_is_surer_of_another_token_is_wrong(
         self, logprobs: dict[int, float]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from tests.support.small_encoders import ARCHITECTURES, SmallEncoders, ordinary_images
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.quantized_linears import quantization_refusal, rounds_input
 
 
 def make_manager(base: EncoderCudaGraphManager, **changes: Any) -> Any:
@@ -71,25 +73,51 @@ def test_a_tower_that_is_not_loaded(
     assert_left_to_vllm(make_manager(base), "not loaded")
 
 
-@pytest.mark.parametrize("method", ["unsupported_reason", "config", "capacity"])
+@pytest.mark.parametrize("error", [AttributeError, ValueError])
+@pytest.mark.parametrize(
+    "method", ["unsupported_reason", "config", "budget_range", "capacity"]
+)
 def test_a_model_that_its_adapter_does_not_know(
-    method: str, small_encoders: SmallEncoders, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    error: type[Exception],
+    small_encoders: SmallEncoders,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another vLLM has built it otherwise: said, and left alone."""
     base = small_encoders.get("Qwen2VLForConditionalGeneration")
 
     def fail(*_: Any) -> None:
-        raise AttributeError("the tower has no blocks")
+        raise error("the tower has no blocks")
 
     monkeypatch.setattr(type(base.adapter), method, fail)
     assert_left_to_vllm(make_manager(base), "its adapter cannot", "no blocks")
 
 
+def test_a_model_that_no_longer_can_be_captured(
+    small_encoders: SmallEncoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tower was replaced after the first capture."""
+    base = small_encoders.get("Qwen2VLForConditionalGeneration")
+    manager = make_manager(base)
+    manager.capture()
+    assert manager.is_captured()
+    manager._drop_stale_graphs("visual.weight")
+    refusal = (manager.adapter, "its tower is another")
+    monkeypatch.setattr("vllm_encoder_cg.manager.adapt", lambda *_: refusal)
+    manager.capture()
+    assert not manager.is_captured()
+    assert manager.execute(ordinary_images(base)) is None
+
+
 def with_quantised_input(
-    base: EncoderCudaGraphManager, monkeypatch: pytest.MonkeyPatch, key: Any
+    base: EncoderCudaGraphManager,
+    monkeypatch: pytest.MonkeyPatch,
+    key: Any,
+    part: str = "visual",
 ) -> EncoderCudaGraphManager:
-    """One linear of the tower quantises its input."""
-    linear = next(m for m in base.adapter.tower.modules() if hasattr(m, "quant_method"))
+    """One linear of a part of the model quantises its input."""
+    modules = base.model.get_submodule(part).modules()
+    linear = next(m for m in modules if hasattr(m, "quant_method"))
     monkeypatch.setattr(linear, "quant_method", copy.copy(linear.quant_method))
     linear.quant_method.activation_quant_key = key
     return make_manager(base)
@@ -107,6 +135,34 @@ def test_linears_that_scale_by_all_rows(
     assert_left_to_vllm(manager, "largest value of all rows", "per token")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "part", "refused"),
+    [
+        ("MiniCPMV2_6", "resampler", True),
+        ("KimiVLForConditionalGeneration", "multi_modal_projector", True),
+        ("Gemma4ForConditionalGeneration", "embed_vision", True),
+        ("Qwen3VLForConditionalGeneration", "language_model", False),
+    ],
+)
+def test_linears_beside_the_tower_count_those_of_the_text_do_not(
+    architecture: str,
+    part: str,
+    refused: bool,
+    small_encoders: SmallEncoders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    if architecture not in ARCHITECTURES:
+        architecture = next(n for n in ARCHITECTURES if n[:7] == architecture[:7])
+    base = small_encoders.get(architecture)
+    dynamic = quant_utils.kFp8DynamicTensorSym
+    manager = with_quantised_input(base, monkeypatch, dynamic, part)
+    assert manager.active != refused
+    if refused:
+        assert "largest value of all rows" in (manager.inactive_reason or "")
+
+
 @pytest.mark.parametrize("name", ["kFp8DynamicTokenSym", "kFp8StaticTensorSym"])
 def test_other_quantised_linears_are_captured(
     name: str, small_encoders: SmallEncoders, monkeypatch: pytest.MonkeyPatch
@@ -120,3 +176,44 @@ def test_other_quantised_linears_are_captured(
     assert manager.adapter.coarseness() == 2 and base.adapter.coarseness() == 2
     monkeypatch.undo()
     assert base.adapter.coarseness() == 1
+
+
+SCHEMES = "vllm.model_executor.layers.quantization.compressed_tensors.schemes"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "refused", "rounded"),
+    [
+        ("CompressedTensorsW8A16Fp8", "kFp8DynamicTensorSym", False, False),
+        ("CompressedTensorsW8A8Fp8", "kFp8DynamicTensorSym", True, True),
+        ("CompressedTensorsW8A8Fp8", "kFp8DynamicTokenSym", False, True),
+        ("CompressedTensorsW8A8Int8", None, False, True),
+        ("CompressedTensorsWNA16", None, False, False),
+    ],
+)
+def test_schemes_of_compressed_tensors(
+    name: str, key: str | None, refused: bool, rounded: bool
+) -> None:
+    """Weights alone may be quantised, whatever the scheme says of its input."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    schemes = importlib.import_module(SCHEMES)
+    scheme = object.__new__(getattr(schemes, name))
+    if key is not None:
+        scheme.activation_quant_key = getattr(quant_utils, key)
+    tower = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    tower[0].scheme = scheme
+    assert (quantization_refusal(tower) is not None) == refused
+    assert rounds_input(tower) == rounded
+
+
+def test_marlin_quantises_weights_alone() -> None:
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    kernel = type("MarlinFP8ScaledMMLinearKernel", (), {})()
+    method = SimpleNamespace(
+        activation_quant_key=quant_utils.kFp8DynamicTensorSym, fp8_linear=kernel
+    )
+    tower = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    tower[0].quant_method = method  # type: ignore[assignment]
+    assert quantization_refusal(tower) is None and not rounds_input(tower)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from tests.support.variants import (
     SwapsItems,
     make_variant,
 )
-from vllm_encoder_cg.adapter import EncoderAdapter
+from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
 from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
@@ -139,3 +141,36 @@ def test_checked_graphs_cover_paths_axes_and_both_ends() -> None:
             budgets = [k.token_budget for k in chosen if k.path == path]
             assert {10, 190} <= set(budgets)
             assert any(k.axis_keys == (axis,) for k in chosen if k.path == path)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_all_graphs_leaves_none_that_was_not_compared(
+    fault: type[EncoderAdapter],
+    sound: EncoderCudaGraphManager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budgets = range(64, 257, 32)
+    assert len(keys_to_check([GraphKey("default", b) for b in budgets])) < len(budgets)
+    manager = make_variant(sound, monkeypatch, adapter=fault, budgets=tuple(budgets))
+    manager.capture()
+    assert not manager.is_captured()
+
+
+def test_a_sound_graph_stays_beside_one_that_differs(
+    sound: EncoderCudaGraphManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the group are compared then, and each is judged by itself."""
+    manager = make_variant(sound, monkeypatch, budgets=tuple(range(64, 257, 32)))
+    fill = manager.adapter.fill
+
+    def fill_wrongly(batch: Any, indices: Any, buffers: Any, shape: GraphShape) -> None:
+        fill(batch, indices, buffers, shape)
+        if shape.key.token_budget == 256:
+            buffers["pixels"].zero_()
+
+    monkeypatch.setattr(manager.adapter, "fill", fill_wrongly)
+    manager.capture()
+    stats = manager.get_cumulative_stats()
+    assert stats["num_budgets"] == 6 and len(stats["dropped_graphs"]) == 1
+    assert manager.largest_budget() == 224
+    assert manager.describe_graphs() == "default: 6 graphs for 64 to 224 tokens"

@@ -34,6 +34,7 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
+from vllm_encoder_cg.quantized_linears import COARSENESS, rounds_input
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ class EncoderAdapter(ABC):
     def coarseness(self) -> float:
         """How many times as far as its dtype explains two runs of this encoder may
         differ by rounding alone; more than 1 where linears quantise their input."""
-        return 1.0
+        return COARSENESS if rounds_input(self.model) else 1.0
 
     @abstractmethod
     def config(self) -> EncoderCudaGraphConfig:

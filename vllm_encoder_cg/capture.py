@@ -117,16 +117,20 @@ class GraphSet:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def summary(self) -> str:
+    def describe(self) -> str:
+        """How many graphs there are, and for how many tokens, by path."""
         budgets: dict[str, list[int]] = {}
         for key in self.graphs:
             budgets.setdefault(key.path, []).append(key.token_budget)
-        paths = "; ".join(
+        return "; ".join(
             f"{path}: {len(values)} graphs for {min(values)} to {max(values)} tokens"
             for path, values in budgets.items()
         )
+
+    def summary(self) -> str:
+        """For the log."""
         return (
-            f"{paths}; {self.memory_bytes / 2**30:.2f} GiB"
+            f"{self.describe()}; {self.memory_bytes / 2**30:.2f} GiB"
             f"{f', {len(self.dropped)} dropped' if self.dropped else ''}"
         )
 

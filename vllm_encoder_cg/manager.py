@@ -30,7 +30,7 @@ from vllm_encoder_cg.planning.planner import Planner
 from vllm_encoder_cg.planning.plans import Plan
 from vllm_encoder_cg.planning.sharding import PathRate
 from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
-from vllm_encoder_cg.settings import EncoderCgSettings
+from vllm_encoder_cg.settings import EncoderCgSettings, SettingError
 from vllm_encoder_cg.shapes import choose_shapes, plan_budgets
 from vllm_encoder_cg.startup.forward_choice import choose_forward
 from vllm_encoder_cg.startup.known_costs import KnownCosts, usable_cost_file
@@ -52,7 +52,7 @@ class EncoderCudaGraphManager:
         model: the loaded model.
 
     Raises:
-        ValueError: a setting is invalid; the message names field, value and
+        SettingError: a setting is invalid; the message names field, value and
             remedy.
         OutOfStepError: another tensor-parallel rank makes no manager.
     """
@@ -87,11 +87,11 @@ class EncoderCudaGraphManager:
         self.token_budgets: list[int] = []
         self._shapes: list[GraphShape] = []
         self._ranks = EncoderRanks.from_config(vllm_config)
-        wrong_setting: ValueError | None = None
+        wrong_setting: SettingError | None = None
         if self.active:
             try:
                 self._set_up()
-            except ValueError as error:  # a setting, which the user can correct
+            except SettingError as error:
                 wrong_setting = error
                 self.inactive_reason = str(error)
             except Exception as error:
@@ -152,6 +152,14 @@ class EncoderCudaGraphManager:
         """Whether there is a graph to replay."""
         return self._executor is not None
 
+    def largest_budget(self) -> int:
+        """Of the graphs that there are, of whichever path; 0 without any."""
+        return max((key.token_budget for key in self._graphs.graphs), default=0)
+
+    def describe_graphs(self) -> str:
+        """How many there are, and for how many tokens, by path."""
+        return self._graphs.describe()
+
     def computed_tokens(self, key: GraphKey) -> int:
         """Output tokens that a replay of a graph computes: its budget, or more where
         it is of whole rows or tiles."""
@@ -176,12 +184,17 @@ class EncoderCudaGraphManager:
                 ``"raise"``.
         """
         watch = Stopwatch()
+        refusal = None
         if self._executor is not None and self._executor.stale:
             # Perhaps a module that the adapter holds is another now.
-            self.adapter, _ = adapt(self.model, self.vllm_config)
+            self.adapter, refusal = adapt(self.model, self.vllm_config)
             self._check = self._make_check()
         self.clear()
         if not self._shapes:
+            return
+        refusal = self._ranks.why_not_all(refusal)
+        if refusal is not None:
+            logger.warning("Encoder CUDA graphs are not captured again: %s", refusal)
             return
         known = KnownCosts(
             usable_cost_file(self.settings, self.device),
@@ -253,15 +266,16 @@ class EncoderCudaGraphManager:
 
     def _start_reports(self) -> None:
         self._timer.watch(self.model)
+        shapes = {key: self._graphs.shapes[key] for key in self._graphs.graphs}
         header = trace_header(
             type(self.model).__name__,
             self.adapter.budget_range(),
             self.config.paths,
-            self._graphs.shapes,
+            shapes,
             self.budgets.limits.max_items,
             self._graphs.memory_bytes,
         )
-        self._reporter.start(header, self._graphs.shapes)
+        self._reporter.start(header, shapes)
 
     def _plan_anew(self) -> None:
         """Has batches planned with the graphs that are left."""

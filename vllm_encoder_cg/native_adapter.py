@@ -25,6 +25,7 @@ from vllm_encoder_cg.definitions import (
     GraphCapacity,
     GraphKey,
 )
+from vllm_encoder_cg.quantized_linears import quantization_refusal
 from vllm_encoder_cg.ranks import EncoderMode, encoder_mode
 
 _AXIS_KEYS_KWARG = "encoder_cudagraph_axis_keys"
@@ -50,6 +51,8 @@ class NativeProtocolAdapter(EncoderAdapter):
             return "its paths and capture axes cannot be told apart in replay buffers"
         if any(not axis for axis in config.capture_axes):
             return "one of its capture axes has no key"
+        if reason := quantization_refusal(self.model):
+            return reason
         if encoder_mode(self.vllm_config) is EncoderMode.DATA:
             # Some of vLLM's towers shard their input once more by themselves.
             return (

@@ -39,6 +39,11 @@ def _option(default: Any, description: str, accepts: str, **constraints: Any) ->
     )
 
 
+class SettingError(ValueError):
+    """Something that the user set is wrong, and the start ends; the message names the
+    field, the value and what would be right."""
+
+
 class EncoderCgSettings(BaseModel):
     """Options under ``additional_config={"encoder_cg": {...}}``."""
 
@@ -67,8 +72,8 @@ class EncoderCgSettings(BaseModel):
     )
     self_check: bool = _option(
         True,
-        "Compare a sample of the captured graphs, both ends of each ladder and every "
-        "sixteenth budget between them, with the model's eager forward before any may "
+        "Compare a sample of the captured graphs, both ends of each ladder and some "
+        "evenly spread between them, with the model's eager forward before any may "
         "serve. Where only vLLM's protocol describes the model, each graph is compared "
         "at its first use.",
         "true or false",
@@ -137,7 +142,7 @@ class EncoderCgSettings(BaseModel):
                 than mappings (vLLM accepts those for platforms), hold no options.
 
         Raises:
-            ValueError: an unknown option, or a value that an option refuses, or
+            SettingError: an unknown option, or a value that an option refuses, or
                 either beside ``"encoder_cg"`` instead of under it; all faults in one
                 message.
         """
@@ -148,7 +153,7 @@ class EncoderCgSettings(BaseModel):
         if options is None:
             options = {}
         if not isinstance(options, Mapping):
-            raise ValueError(
+            raise SettingError(
                 f"{_PREFIX}: got {options!r}; use an object of options, such as "
                 '{"ladder": "fine"}'
             )
@@ -165,7 +170,7 @@ class EncoderCgSettings(BaseModel):
             names = dict.fromkeys(str(e["loc"][0]) for e in error.errors())
             faults += [_refused_value(name, known[name]) for name in names]
         if faults:
-            raise ValueError("\n".join(faults))
+            raise SettingError("\n".join(faults))
         return settings
 
 
@@ -232,11 +237,11 @@ class CompilationFields:
         by which vLLM decides whether there is a manager.
 
         Raises:
-            ValueError: a field has a value of the wrong kind or range.
+            SettingError: a field has a value of the wrong kind or range.
         """
         enabled = getattr(compilation_config, "cudagraph_mm_encoder", False)
         if not isinstance(enabled, bool):
-            raise ValueError(
+            raise SettingError(
                 f"cudagraph_mm_encoder: got {enabled!r}; use true to capture encoder "
                 "graphs or false not to"
             )
@@ -259,7 +264,7 @@ def _is_int(value: Any) -> bool:
 
 def _count(name: str, value: Any, otherwise: str) -> int:
     if not _is_int(value) or value < 0:
-        raise ValueError(
+        raise SettingError(
             f"{name}: got {value!r}; use a positive integer, or {otherwise}"
         )
     return int(value)
@@ -271,14 +276,14 @@ def _read_budgets(compilation_config: Any) -> tuple[int, ...]:
     if given is None:
         return ()
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-        raise ValueError(
+        raise SettingError(
             f"{name}: got {given!r}; use a list of positive integers, or leave it "
             "out to infer budgets from the model"
         )
     budgets = list(given)
     for budget in budgets:
         if not _is_int(budget) or budget <= 0:
-            raise ValueError(
+            raise SettingError(
                 f"{name}: got {budget!r} in {budgets!r}; every budget is a number "
                 "of output tokens, a positive integer"
             )

@@ -27,8 +27,8 @@ def plan_budgets(
     """Budgets and limits under the engine's ``VllmConfig``, which `adapter` has.
 
     Raises:
-        ValueError: a ``CompilationConfig`` field does not fit, or the model's range
-            is invalid.
+        SettingError: a ``CompilationConfig`` field does not fit.
+        ValueError: the model's range is invalid.
     """
     vllm_config = adapter.vllm_config
     video_limit = 0

@@ -165,12 +165,12 @@ class Verifier:
         result.bitwise &= all(map(torch.equal, outputs, reference))
         worst = max(range(len(errors)), key=errors.__getitem__)
         allowed = self.tolerance
-        if errors[worst] > allowed:
+        if not errors[worst] <= allowed:
             nudged = nudge(mm_kwargs, self.manager.dtype)
             moved = eager_embeddings(self.manager.model, nudged)
             allowed = allowed_error(self.tolerance, moved, reference)
         result.allowed_error = max(result.allowed_error, allowed)
-        if errors[worst] > allowed:
+        if not errors[worst] <= allowed:
             result.problems.append(
                 f"item {worst} of call {result.calls} differs by {errors[worst]:.2e}; "
                 f"rounding explains {allowed:.2e}"
@@ -215,7 +215,7 @@ def oversize_case(
     None where no image of up to eight times `start` is: a tiled encoder has a
     largest number of tokens per image.
     """
-    largest = max(manager.token_budgets)
+    largest = manager.largest_budget()
     side = start
     while side <= 8 * start:
         batch = manager.adapter.parse(image_batch(manager.adapter, [(side, side)], 0))

@@ -256,7 +256,7 @@ def bench_encoder(
             break
         on_progress(case.name)
         benchmark.cases.append(timer.time_case(case))
-    for items, tokens in growth_points(max(manager.token_budgets)) if growth else ():
+    for items, tokens in growth_points(manager.largest_budget()) if growth else ():
         if not go_on(benchmark):
             break
         case_of_point = timer.growth_case(items, tokens)

@@ -190,7 +190,7 @@ def _run(
         check_items_of(manager, (case.batch for case in cases))
         steps = len(cases)
         if growth:
-            steps += len(growth_points(max(manager.token_budgets)))
+            steps += len(growth_points(manager.largest_budget()))
         with progress_bar(steps) as begin:
             benchmark = bench_encoder(
                 manager,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -123,6 +124,8 @@ def verify(
     begin_output(json)
     try:
         check_encoder(model, architecture)
+        if tolerance is not None and not math.isfinite(tolerance):
+            raise ValueError(f"--tolerance: got {tolerance}; use a number such as 2e-2")
         given = parse_items(items) if items else None
         if given:
             check_items(architecture, given.batches)
@@ -276,8 +279,7 @@ def _table(
     about = _describe(manager)
     table = make_table(
         f"{about['architecture']} on {about['device']}, {about['dtype']}, "
-        f"{about['attention_backend']}: {len(manager.token_budgets)} budgets from "
-        f"{min(manager.token_budgets)} to {max(manager.token_budgets)} tokens; "
+        f"{about['attention_backend']}: {manager.describe_graphs()}; "
         f"tolerance {tolerance:.0e}",
         _COLUMNS,
         _NUMBERS,
@@ -303,9 +305,12 @@ def _verdict(result: CaseResult, tolerance: float) -> str:
         return "DIFFERS"
     if not result.computed_tokens:
         return f"eager: {_in_words(result.eager_reasons)}"
+    words = "ok"
     if result.allowed_error > tolerance:
-        return f"ok: rounding explains {result.allowed_error:.1e}"
-    return "ok"
+        words += f": rounding explains {result.allowed_error:.1e}"
+    if result.eager:
+        words += f"; {result.eager} eager: {_in_words(result.eager_reasons)}"
+    return words
 
 
 def _budgets(budgets: list[int]) -> str:

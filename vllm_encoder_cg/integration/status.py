@@ -70,13 +70,8 @@ def why_inactive(worker: Any, architecture: str) -> str | None:
 
 def _describe_graphs(worker: Any) -> str:
     manager: Any = runners.find_manager(worker.model_runner)
-    budgets = manager.token_budgets
-    return "{} graphs for {} to {} tokens{}".format(
-        manager.get_cumulative_stats()["num_budgets"],
-        budgets[0],
-        budgets[-1],
-        " (on the CPU, replayed without CUDA)" if _on_cpu() else "",
-    )
+    how = " (on the CPU, replayed without CUDA)" if _on_cpu() else ""
+    return f"{manager.describe_graphs()}{how}"
 
 
 def _on_cpu() -> bool:

@@ -9,7 +9,6 @@ import torch
 
 from vllm_encoder_cg import kernels
 from vllm_encoder_cg.models.attention_tables import VARLEN_BACKENDS, can_capture
-from vllm_encoder_cg.models.quantized_linears import scales_by_batch
 
 
 def tower_refusal(tower: Any, vllm_config: Any) -> str | None:
@@ -21,8 +20,6 @@ def tower_refusal(tower: Any, vllm_config: Any) -> str | None:
       and pads rows.
     - fp8 attention with dynamic scales keeps a history on the host that a graph
       cannot advance; static scales are untested on the hardware at hand.
-    - Linears that scale by the largest value of all rows let padding reach real
-      ones.
     """
     if tower is None or type(tower).__name__ == "StageMissingLayer":
         return "its vision tower is not loaded on this rank"
@@ -37,12 +34,6 @@ def tower_refusal(tower: Any, vllm_config: Any) -> str | None:
         return (
             "fp8 encoder attention keeps scaling state that graphs do not update; "
             "leave --mm-encoder-attn-dtype unset to use graphs"
-        )
-    if scales_by_batch(tower):
-        return (
-            "its quantised linears scale their input by the largest value of all rows, "
-            "padding included; quantise the input per token or with static scales, or "
-            "leave the vision tower unquantised, to use graphs"
         )
     return None
 

@@ -8,12 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
-from vllm_encoder_cg.models.quantized_linears import rounds_input
 from vllm_encoder_cg.models.refusals import tower_refusal
-
-_QUANTIZED_COARSENESS = 2.0
-"""A last bit of float8_e4m3 is 16 times one of bfloat16; but only where a value lies
-near the middle of two does a small difference move it."""
+from vllm_encoder_cg.quantized_linears import quantization_refusal
 
 
 class TowerAdapter(EncoderAdapter):
@@ -26,11 +22,10 @@ class TowerAdapter(EncoderAdapter):
         super().__init__(model, vllm_config)
         self.tower: Any = getattr(model, self.tower_attribute, None)
 
-    def coarseness(self) -> float:
-        return _QUANTIZED_COARSENESS if rounds_input(self.tower) else 1.0
-
     def unsupported_reason(self) -> str | None:
-        return tower_refusal(self.tower, self.vllm_config)
+        return tower_refusal(self.tower, self.vllm_config) or quantization_refusal(
+            self.model
+        )
 
     @property
     def device(self) -> torch.device:

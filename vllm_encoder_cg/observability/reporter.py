@@ -45,7 +45,7 @@ class Reporter:
         share_items: whether ranks encode different items, so that each counts.
 
     Raises:
-        ValueError: ``trace_file`` cannot be written to.
+        SettingError: ``trace_file`` cannot be written to.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from typing import IO
 from vllm_encoder_cg.definitions import EncoderItemSpec
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.observability.trace import TraceHeader
+from vllm_encoder_cg.settings import SettingError
 
 logger = init_logger(__name__)
 
@@ -41,7 +42,7 @@ def check_trace_file(trace_file: str) -> None:
     """Refuses a name that cannot be written to.
 
     Raises:
-        ValueError: its folder does not exist or is not writable, or it is a folder or
+        SettingError: its folder does not exist or is not writable, or it is a folder or
             no name of a file.
     """
     wanted = Path(trace_file)
@@ -62,7 +63,7 @@ def check_trace_file(trace_file: str) -> None:
             return
     except OSError as error:  # a name too long, or behind a folder that is closed
         reason, remedy = f"cannot be looked for ({error.strerror})", "name another file"
-    raise ValueError(f"{_OPTION}: got {trace_file!r}, which {reason}; {remedy}")
+    raise SettingError(f"{_OPTION}: got {trace_file!r}, which {reason}; {remedy}")
 
 
 class TraceWriter:

@@ -24,6 +24,7 @@ from vllm_encoder_cg.settings import (
     ITEMS_FIELD,
     CompilationFields,
     EncoderCgSettings,
+    SettingError,
 )
 
 logger = init_logger(__name__)
@@ -206,9 +207,9 @@ def resolve_budgets(
             is the total.
 
     Raises:
-        ValueError: an invalid range, no paths, a path minimum below 1, or an item
-            limit above the smallest budget of the user's list or above the
-            model's largest budget.
+        SettingError: an item limit above the smallest budget of the user's list or
+            above the model's largest budget.
+        ValueError: an invalid range, no paths, or a path minimum below 1.
     """
     if not paths:
         raise ValueError("paths: got none; a model has at least one encoder path")
@@ -263,12 +264,13 @@ def _usable_range(
     range, which is not looked at where the user gave both.
 
     Raises:
-        ValueError: it is invalid, or the item limit is above what a budget holds.
+        SettingError: the item limit is above what a budget holds.
+        ValueError: the range is invalid.
     """
     given, max_items = fields.token_budgets, fields.max_items
     if given and max_items:
         if max_items > given[0]:
-            raise ValueError(
+            raise SettingError(
                 f"{ITEMS_FIELD}: got {max_items}, more than the smallest of "
                 f"{BUDGETS_FIELD} {list(given)}, which leaves less than one token "
                 f"per item; use at most {given[0]}, or larger budgets"
@@ -277,7 +279,7 @@ def _usable_range(
     low, high = budget_range
     _check_range(low, high)
     if max_items > high:
-        raise ValueError(
+        raise SettingError(
             f"{ITEMS_FIELD}: got {max_items}, more than the model's largest "
             f"token budget {high}, which leaves less than one token per item; "
             f"use at most {high}"
