@@ -16,6 +16,7 @@ from tests.support.toy_adapter import ToyModel, encode_eagerly, make_items
 from tests.support.toy_manager import make_toy_manager
 from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
+from vllm_encoder_cg.startup.memory_limit import MemoryLimit
 from vllm_encoder_cg.startup.memory_meter import MemoryMeter
 
 MIB = 1 << 20
@@ -80,3 +81,12 @@ def test_what_no_smaller_graph_gives_back_ends_no_start(
     assert set(largest_by_path(manager._graphs)) == {"whole", "parts"}
     assert attempts == 4
     assert manager.execute(make_items((1, 8))) is not None
+
+
+@pytest.mark.parametrize(("taken", "said"), [(1.0, False), (1.02, False), (1.1, True)])
+def test_more_than_the_limit_is_said(
+    taken: float, said: bool, package_log: pytest.LogCaptureFixture
+) -> None:
+    limit = MemoryLimit(100 * MIB)
+    limit.report(int(taken * 100 * MIB))
+    assert ("memory_limit_gib of 0.10" in package_log.text) == said

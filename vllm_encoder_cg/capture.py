@@ -176,6 +176,7 @@ def capture_graphs(
         every = every or warm_ups.failed
         memory.give_back()
     result.memory_bytes = max(memory.taken_bytes(), result.arena.nbytes())
+    limit.report(result.memory_bytes)
     return result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -144,9 +144,8 @@ class EmbeddingGather:
         return embeddings
 
 
-def _time(call: object, repeats: int = 5) -> float:
+def _time(call: Callable[[], object], repeats: int = 5) -> float:
     """Median seconds of a call that all ranks make together."""
-    assert callable(call)
     times = []
     for _ in range(repeats):
         torch.accelerator.synchronize()

@@ -40,7 +40,8 @@ class EagerReason(enum.Enum):
     CHEAPER_EAGERLY = "cheaper_eagerly"
     """A graph fits, but the measured costs say that eager is faster."""
     DROPPED_GRAPH = "dropped_graph"
-    """The graphs that would fit failed to capture or to pass the self-check."""
+    """The graphs that would fit failed to capture or to pass the self-check, or were
+    dropped as a weight was replaced."""
     UNCHECKED_GRAPH = "unchecked_graph"
     """The graph has yet to be compared with eager at its first use, and this input
     could not show that it is right."""

@@ -228,7 +228,8 @@ class EncoderCudaGraphManager:
             watch.lap("check")
         if not self._ranks.any(bool(self._graphs.graphs)):
             logger.warning(
-                "No encoder CUDA graph could be captured; the encoder runs eagerly"
+                "No encoder CUDA graph could be captured and equals eager; the "
+                "encoder runs eagerly"
             )
             self._graphs = GraphSet.empty(self.device)
             give_back_cached(self.device)

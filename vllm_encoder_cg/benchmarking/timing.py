@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,3 @@ def summarize(
             for way, values in times.items()
         },
     )
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return statistics.geometric_mean(values)

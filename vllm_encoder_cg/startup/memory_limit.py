@@ -11,6 +11,8 @@ logger = init_logger(__name__)
 _MOST_CORRECTIONS = 3
 """Captures from the beginning; what the limit is then exceeded by is little."""
 
+_TOLERATED = 1.02
+
 
 class MemoryLimit:
     """Which budgets to capture so that a limit holds.
@@ -109,6 +111,17 @@ class MemoryLimit:
         self._highest = 0
         self._lower(key, taken_bytes)
         return False
+
+    def report(self, taken_bytes: int) -> None:
+        """Warns where all graphs take more than the limit by more than what the driver
+        gives and takes by itself."""
+        if self._limit is not None and taken_bytes > _TOLERATED * self._limit:
+            logger.warning(
+                "Encoder CUDA graphs take %.2f GiB, above "
+                "additional_config.encoder_cg.memory_limit_gib of %.2f",
+                taken_bytes / 2**30,
+                self._limit / 2**30,
+            )
 
     def _lower(self, key: GraphKey, taken: float) -> None:
         assert self._limit is not None

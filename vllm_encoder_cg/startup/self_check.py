@@ -11,7 +11,7 @@ compared at their first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -114,7 +114,11 @@ def _mismatches(
     mismatches = _on_any_rank(mismatches, ranks)
     if mismatches:
         allowed = _explained_error(adapter, graphs, list(mismatches), ranks)
-        mismatches = {k: m for k, m in mismatches.items() if m.error > allowed[k.path]}
+        mismatches = {
+            key: replace(each, tolerance=allowed[key.path])
+            for key, each in mismatches.items()
+            if each.error > allowed[key.path]
+        }
         mismatches = _on_any_rank(mismatches, ranks)
     return mismatches
 

@@ -73,7 +73,8 @@ class FusedBlock:
 
 def needs_finite_padding(blocks: Sequence[FusedBlock]) -> bool:
     """Whether what lies in one row may reach another by way of a product, because
-    one is not plain: a quantised one may scale by the largest value of all rows."""
+    one is not plain: what kernels of quantised or sharded ones do with rows that are
+    not finite is not known here."""
     return not all(
         block.mlp.is_plain
         and is_plain(block.attention.qkv)
