@@ -72,22 +72,7 @@ def unregistered() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    """For encoders in this process: layers this small gain nothing from a second.
-
-    Before the first of them runs: where it changes between two, PyTorch 2.13 computes
-    some of Kimi-VL's eager embeddings wrongly, one image alone by half its norm.
-    """
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def encoders(one_thread: None) -> Iterator[Encoders]:
+def encoders() -> Iterator[Encoders]:
     """Captured small encoders by architecture, each built once."""
     from tests.support.encoders import Encoders
 
@@ -96,11 +81,17 @@ def encoders(one_thread: None) -> Iterator[Encoders]:
 
 
 @pytest.fixture(scope="session")
-def small_encoders(one_thread: None) -> Iterator[SmallEncoders]:
+def small_encoders() -> Iterator[SmallEncoders]:
     """One captured encoder per adapter, each built once."""
+    import torch
+
     from tests.support.small_encoders import SmallEncoders
 
+    threads = torch.get_num_threads()
     with ExitStack() as stack:
+        # Layers this small gain nothing from a second thread.
+        torch.set_num_threads(1)
+        stack.callback(torch.set_num_threads, threads)
         yield SmallEncoders(stack)
 
 

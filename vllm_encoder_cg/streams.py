@@ -8,7 +8,7 @@ import functools
 import torch
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # purposes times devices
 def side_stream(purpose: str, device: int | torch.device) -> torch.cuda.Stream:
     """One for each purpose and device, the same for all who ask.
 
