@@ -35,6 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make vLLM's CPU build usable before a test module imports it."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # Layers this small gain nothing from a second thread.  And from the beginning:
+    # where the number changes between two models in a process, vLLM's CPU build
+    # computes eager embeddings wrongly on some machines (seen on an AMD EPYC).
+    os.environ["OMP_NUM_THREADS"] = "1"
     if vllm_metadata.is_needed():
         folder = tempfile.TemporaryDirectory(prefix="vllm-metadata-")
         config.stash[_METADATA_FOLDER] = folder
@@ -83,15 +87,9 @@ def encoders() -> Iterator[Encoders]:
 @pytest.fixture(scope="session")
 def small_encoders() -> Iterator[SmallEncoders]:
     """One captured encoder per adapter, each built once."""
-    import torch
-
     from tests.support.small_encoders import SmallEncoders
 
-    threads = torch.get_num_threads()
     with ExitStack() as stack:
-        # Layers this small gain nothing from a second thread.
-        torch.set_num_threads(1)
-        stack.callback(torch.set_num_threads, threads)
         yield SmallEncoders(stack)
 
 

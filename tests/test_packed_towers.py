@@ -75,11 +75,7 @@ video_towers = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def verifiers() -> Iterator[Callable[[str], Verifier]]:
     """Captures an architecture's small sample tower at its first use."""
-    threads = torch.get_num_threads()
     with ExitStack() as stack:
-        # Layers this small gain nothing from a second thread.
-        torch.set_num_threads(1)
-        stack.callback(torch.set_num_threads, threads)
 
         @functools.cache
         def build(architecture: str) -> Verifier:
