@@ -173,4 +173,4 @@ def test_a_sound_graph_stays_beside_one_that_differs(
     stats = manager.get_cumulative_stats()
     assert stats["num_budgets"] == 6 and len(stats["dropped_graphs"]) == 1
     assert manager.largest_budget() == 224
-    assert manager.describe_graphs() == "default: 6 graphs for 64 to 224 tokens"
+    assert manager.describe_graphs() == "6 graphs for 64 to 224 tokens"

@@ -13,6 +13,7 @@ import torch
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import (
+    DEFAULT_PATH,
     BatchLimits,
     BudgetGraphMetadata,
     GraphCapacity,
@@ -118,12 +119,14 @@ class GraphSet:
         self._stream = stream
 
     def describe(self) -> str:
-        """How many graphs there are, and for how many tokens, by path."""
+        """How many graphs there are, and for how many tokens, by path; a model's only
+        one is not named."""
         budgets: dict[str, list[int]] = {}
         for key in self.graphs:
             budgets.setdefault(key.path, []).append(key.token_budget)
         return "; ".join(
-            f"{path}: {len(values)} graphs for {min(values)} to {max(values)} tokens"
+            f"{'' if path == DEFAULT_PATH else f'{path}: '}{len(values)} graphs for "
+            f"{min(values)} to {max(values)} tokens"
             for path, values in budgets.items()
         )
 

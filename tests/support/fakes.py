@@ -42,7 +42,7 @@ class FakeManager:
         return len(self.token_budgets)
 
     def describe_graphs(self) -> str:
-        return f"default: {len(self.token_budgets)} graphs for 64 to 128 tokens"
+        return f"{len(self.token_budgets)} graphs for 64 to 128 tokens"
 
     def get_cumulative_stats(self) -> dict[str, Any]:
         return {"num_budgets": len(self.token_budgets) if self._captured else 0}
