@@ -209,7 +209,7 @@ class TestJobs:
         assert run_all.main(["--list", "--only", "check-*"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 2 + 4
-        assert lines[2].startswith("| check-triton | shared | 120 |")
+        assert lines[2].startswith("| check-triton | shared | 250 |")
 
     def test_without_a_gpu_there_is_nothing_to_run(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
