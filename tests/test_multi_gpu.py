@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.multi_gpu import __main__ as script
-from benchmarks.multi_gpu import on_ranks
+from benchmarks.multi_gpu import bench_processor, on_ranks
 from benchmarks.multi_gpu.__main__ import main, parse_arguments
 from benchmarks.multi_gpu.processes import Job, run_jobs
 from benchmarks.multi_gpu.results import (
@@ -272,6 +275,52 @@ def test_an_engine_without_the_flag_is_compared_when_both_are_there(
         "V1, data, against one without the flag",
     ]
     assert not any(map(is_wrong, rows))
+
+
+@pytest.mark.parametrize("seconds", [100, 1])
+def test_ways_of_a_backend_start_together(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails does not end the others."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def started(
+        commands: Mapping[str, list[str]], environments: Any, folder: Path
+    ) -> Iterator[list[Any]]:
+        for way, command in commands.items():
+            assert str(folder / way / "results.json") in command
+        events.append("start " + " ".join(commands))
+        yield [SimpleNamespace(way=way) for way in commands]
+        events.append("end")
+
+    def measure(engine: Any, limit_s: float) -> dict[str, Any]:
+        events.append(engine.way)
+        if engine.way == "in-tree":
+            raise RuntimeError("no graphs")
+        forward = {"mean_encoder_forward_ms": 1.0, "p99_encoder_forward_ms": 2.0}
+        return {"prompts": 5, **forward}
+
+    monkeypatch.setattr(bench_processor, "make_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(bench_processor, "started", started)
+    monkeypatch.setattr(bench_processor, "wait_until_ready", lambda *_: None)
+    monkeypatch.setattr(bench_processor, "measure", measure)
+    results, limit = Results(tmp_path / "rows.jsonl"), TimeLimit(seconds, 100)
+    bench_processor.bench_mm_processor(
+        2, "small", ["A", "B"], tmp_path, 5, results, limit
+    )
+    rows = results.rows()
+    if limit.is_up:
+        assert events == []
+        assert [row["problems"] for row in rows] == [[NOT_BEGUN]] * 6
+        return
+    assert events == ["start ours in-tree eager", "ours", "in-tree", "eager", "end"] * 2
+    assert [row.get("way") or row["step"] for row in rows[:3]] == [
+        "ours",
+        "mm-processor, A, in-tree",
+        "eager",
+    ]
+    assert rows[0]["bench"] == "mm-processor, A" and rows[0]["requests"] == 5
 
 
 # -- Processes ---------------------------------------------------------------------

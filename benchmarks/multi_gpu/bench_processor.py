@@ -6,14 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mm_processor.output import find_problem, read_results
+from benchmarks.mm_processor.engines import measure, started, wait_until_ready
 from benchmarks.multi_gpu.engines import (
     engine_args,
     make_checkpoint,
     make_environment,
 )
-from benchmarks.multi_gpu.processes import Job, run_jobs
-from benchmarks.multi_gpu.results import Results, TimeLimit
+from benchmarks.multi_gpu.results import NOT_BEGUN, Results, TimeLimit
 from benchmarks.multi_gpu.timing import IN_TREE_BUDGETS, IN_TREE_ITEMS
 from vllm_encoder_cg.benchmarking.engine_options import as_options
 from vllm_encoder_cg.integration.environment import DISABLE
@@ -28,7 +27,8 @@ def bench_mm_processor(
     results: Results,
     limit: TimeLimit,
 ) -> None:
-    """A row per backend and way; one engine after the other, as they are timed."""
+    """A row per backend and way; the engines of a backend start together, since that
+    takes most of the time, and are timed one after another."""
     checkpoint = make_checkpoint(ranks, vision, folder)
     in_tree = {
         "cudagraph_mm_encoder": True,
@@ -40,38 +40,41 @@ def bench_mm_processor(
         "in-tree": (in_tree, {DISABLE: "1"}),
         "eager": ({}, {}),
     }
-    jobs, places = [], {}
     for backend in backends:
+        names = {way: f"mm-processor, {backend}, {way}" for way in ways}
+        if limit.is_up:
+            for name in names.values():
+                results.add_problem("mm-processor", name, NOT_BEGUN)
+            continue
+        of_backend = folder / backend
+        commands, environments = {}, {}
         for way, (graphs, environment) in ways.items():
-            name = f"mm-processor, {backend}, {way}"
-            output = folder / f"{backend}-{way}.json"
             options = _options(ranks, vision, graphs, prompts) | {
                 "model": str(checkpoint),
                 "mm_encoder_attn_backend": backend,
-                "output_json": str(output),
+                "output_json": str(of_backend / way / "results.json"),
             }
-            program = ["-m", "vllm.entrypoints.cli.main", "bench", "mm-processor"]
-            arguments = [*program, *as_options(options)]
-            jobs.append(Job(name, arguments, make_environment() | environment))
-            places[name] = (backend, way, output)
-    for job, outcome in run_jobs(jobs, folder, limit):
-        backend, way, output = places[job.name]
-        problem = outcome.error or find_problem(way, outcome.log)
-        if problem:
-            results.add_problem("mm-processor", job.name, problem)
-            continue
-        measured = read_results(output, outcome.log)
-        results.add(
-            {
-                "part": "mm-processor",
-                "bench": f"mm-processor, {backend}",
-                "ranks": ranks,
-                "way": way,
-                "requests": measured["prompts"],
-                "mean_ms": measured["mean_encoder_forward_ms"],
-                "p99_ms": measured["p99_encoder_forward_ms"],
-            }
-        )
+            commands[way] = ["bench", "mm-processor", *as_options(options)]
+            environments[way] = make_environment() | environment
+        with started(commands, environments, of_backend) as engines:
+            wait_until_ready(engines, limit.of_step)
+            for engine in engines:
+                try:
+                    measured = measure(engine, limit.of_step)
+                except RuntimeError as error:
+                    results.add_problem("mm-processor", names[engine.way], str(error))
+                    continue
+                results.add(
+                    {
+                        "part": "mm-processor",
+                        "bench": f"mm-processor, {backend}",
+                        "ranks": ranks,
+                        "way": engine.way,
+                        "requests": measured["prompts"],
+                        "mean_ms": measured["mean_encoder_forward_ms"],
+                        "p99_ms": measured["p99_encoder_forward_ms"],
+                    }
+                )
 
 
 def _options(

@@ -79,7 +79,9 @@ def engine_args(vision: str, **graphs: Any) -> dict[str, Any]:
             "compilation_config": graphs,
             # On a GPU this would turn graphs off; on the CPU it saves a compilation.
             "enforce_eager": True,
-            "gpu_memory_utilization": 0.5,
+            # Beside others: no engine may size itself by what is free.
+            "kv_cache_memory_bytes": 1 << 30,
+            "gpu_memory_utilization": 0.15,
         }
     options |= shared_gpu_options(graphs=bool(graphs))
     options["compilation_config"] |= graphs

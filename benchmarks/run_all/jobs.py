@@ -95,7 +95,7 @@ JOBS = (
     Job("ranks-correctness", f"{_RANKS} correctness", 200, 500, cards=2),
     Job("ranks-timing", f"{_RANKS} timing", 300, 580, cards=2),
     Job("ranks-tokens", f"{_RANKS} tokens", 400, 580, cards=2),
-    Job("ranks-mm-processor", f"{_RANKS} mm-processor", 500, 580, cards=2),
+    Job("ranks-mm-processor", f"{_RANKS} mm-processor", 220, 580, cards=2),
 )
 
 
