@@ -25,6 +25,7 @@ from vllm_encoder_cg.models.fused.internvl import FusedInternEncoder
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError
 from vllm_encoder_cg.models.fused.qwen3_vl import FusedQwen3Vision
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
+from vllm_encoder_cg.samples.architectures import ARCHITECTURES
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 from vllm_encoder_cg.startup import forward_choice
 from vllm_encoder_cg.startup.forward_choice import choose_forward
@@ -33,6 +34,8 @@ from vllm_encoder_cg.verification import Verifier
 from vllm_encoder_cg.verification_cases import Case
 
 QWEN3, INTERNVL = "Qwen3VLForConditionalGeneration", "InternVLChatModel"
+GEMMA3 = "Gemma3ForConditionalGeneration"
+MINICPMV = ("MiniCPMV2_5", "MiniCPMV2_6", "MiniCPMV4_0", "MiniCPMV4_5")
 TOLERANCE = 1e-4
 
 
@@ -61,8 +64,14 @@ def error_of_forward(verifier: Verifier) -> float:
     return relative_norm(result[: len(expected)], expected)
 
 
-@pytest.mark.parametrize("architecture", [QWEN3, INTERNVL])
-@pytest.mark.parametrize("case", cases(("image", "video")), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [
+        pytest.param(architecture, case, id=f"{architecture}-{case.name}")
+        for architecture in (QWEN3, INTERNVL, GEMMA3, *MINICPMV)
+        for case in cases(ARCHITECTURES[architecture].modalities)
+    ],
+)
 def test_equals_eager(architecture: str, case: Case, encoders: Encoders) -> None:
     verifier = encoders.get(architecture)
     with fused(verifier.manager.adapter):

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from vllm_encoder_cg.models.fused.fusable import FusableAdapter
+from vllm_encoder_cg.models.fused.gemma3 import FusedSiglipTower
 from vllm_encoder_cg.models.one_path_tower import OnePathAdapter
 from vllm_encoder_cg.models.tiled_tower import TileKind
 
 
-class Gemma3Adapter(OnePathAdapter):
+class Gemma3Adapter(FusableAdapter, OnePathAdapter):
     """SigLIP, average pooling and a projection, tile by tile."""
 
     architectures = ("Gemma3ForConditionalGeneration",)
     tower_attribute = "vision_tower"
+    fused_tower = FusedSiglipTower
 
     def tile_kind(self) -> TileKind:
         vision = self.model.config.vision_config
@@ -29,4 +34,12 @@ class Gemma3Adapter(OnePathAdapter):
         return self.model.config.text_config.hidden_size
 
     def encode(self, pixels: torch.Tensor, path: str) -> torch.Tensor:
-        return self.model.multi_modal_projector(self.tower(pixels)).flatten(0, 1)
+        return self._encode(pixels, self.tower)
+
+    def captured_encode(self, pixels: torch.Tensor, path: str) -> torch.Tensor:
+        return self._encode(pixels, self.captured_tower)
+
+    def _encode(
+        self, pixels: torch.Tensor, tower: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        return self.model.multi_modal_projector(tower(pixels)).flatten(0, 1)

@@ -17,6 +17,9 @@ import torch
 
 from vllm_encoder_cg.adapter import BufferSpec, EncoderBatch, GraphShape
 from vllm_encoder_cg.definitions import DEFAULT_PATH, AxisKeys, EncoderItemSpec
+from vllm_encoder_cg.models.finite_pixels import split_finite
+from vllm_encoder_cg.models.fused.fusable import FusableAdapter
+from vllm_encoder_cg.models.fused.minicpmv import FusedIdefics2Encoder
 from vllm_encoder_cg.models.item_counts import unlike_counts
 from vllm_encoder_cg.models.padded_samples import sample_grid
 from vllm_encoder_cg.models.padded_tower import PaddedTowerAdapter
@@ -36,13 +39,14 @@ _NO_LAYOUT: AxisKeys = (None,)
 _PREFIX = {"image": "", "video": "video_"}
 
 
-class MiniCPMVAdapter(PaddedTowerAdapter):
+class MiniCPMVAdapter(FusableAdapter, PaddedTowerAdapter):
     """Graphs exist for slices up to a little above the usual number of patches;
     an item with a longer one, or with a grid beyond the resampler's table of
     positions, is encoded eagerly."""
 
     architectures = ("MiniCPMV2_5", "MiniCPMV2_6", "MiniCPMV4_0", "MiniCPMV4_5")
     tower_attribute = "vpm"
+    fused_tower = FusedIdefics2Encoder
     axis_name = "patches per slice or frame, at most"
     buffer_keys = ("pixels", "grids")
 
@@ -91,6 +95,9 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
     # -- EncoderAdapter ------------------------------------------------------
 
     def backend_name(self) -> str:
+        # What masks the padding is PyTorch's own attention, whatever the backend.
+        if self.fused:
+            return self.captured_tower.attention.attn_backend.name
         return "torch scaled_dot_product_attention"
 
     def buffer_specs(self, shape: GraphShape) -> dict[str, BufferSpec]:
@@ -169,7 +176,8 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
     def forward(
         self, buffers: dict[str, torch.Tensor], shape: GraphShape
     ) -> torch.Tensor:
-        return self._encode(buffers["pixels"], buffers["grids"].view(-1, 2))
+        grids = buffers["grids"].view(-1, 2)
+        return self._encode(buffers["pixels"], grids, fused=self.fused)
 
     def eager(
         self, batch: EncoderBatch, indices: Sequence[int], path: str = DEFAULT_PATH
@@ -203,29 +211,41 @@ class MiniCPMVAdapter(PaddedTowerAdapter):
 
     # -- The encoder ---------------------------------------------------------
 
-    def _encode(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    def _encode(
+        self, pixels: torch.Tensor, grids: torch.Tensor, *, fused: bool = False
+    ) -> torch.Tensor:
         """``[slices, 3, patch, patch * length]`` and ``[slices, 2]`` on the device:
         ``[slices * queries, hidden]``."""
         tower = self.tower
         length = pixels.shape[-1] // self.patch_size
         grids = grids.long()
         places = torch.arange(length, device=pixels.device)
-        real = places < grids.prod(-1, keepdim=True)
+        patches = grids.prod(-1)
+        real = places < patches.unsqueeze(-1)
         # 2.5 takes the patches of a slice as one line, whatever its grid.
         of_tower = None if self.model.version == (2, 5) else grids
         hidden = tower.embeddings(pixels, real.unsqueeze(1), of_tower)
         # Attention masks padding by adding to scores, which NaN would outlast.
         hidden = torch.where(real.unsqueeze(-1), hidden, 0.0)
-        mask = (~real).to(hidden.dtype) * torch.finfo(hidden.dtype).min
-        hidden = tower.encoder(hidden, attention_mask=mask[:, None, None, :])
-        hidden = tower.post_layernorm(hidden)
+        marks = None
+        if fused:
+            hidden, marks = split_finite(hidden)
+            hidden = self.captured_tower(hidden, patches)
+        else:
+            mask = (~real).to(hidden.dtype) * torch.finfo(hidden.dtype).min
+            hidden = tower.encoder(hidden, attention_mask=mask[:, None, None, :])
+            hidden = tower.post_layernorm(hidden)
         parts = zip(
             hidden.split(_RESAMPLED_TOGETHER),
             grids.split(_RESAMPLED_TOGETHER),
             real.split(_RESAMPLED_TOGETHER),
             strict=True,
         )
-        return torch.cat([self._resample(*part, places) for part in parts])
+        tokens = torch.cat([self._resample(*part, places) for part in parts])
+        if marks is None:
+            return tokens
+        spoilt = marks.repeat_interleave(len(tokens) // len(marks))
+        return tokens + spoilt.to(tokens.dtype).unsqueeze(1)
 
     def _resample(
         self,

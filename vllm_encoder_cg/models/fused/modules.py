@@ -96,13 +96,15 @@ class Norm:
     """A layer norm or RMS norm, with the residual addition before it.
 
     Args:
-        module: ``nn.LayerNorm`` or vLLM's ``RMSNorm``; of anything else, the addition
-            is made first and the module called.
+        module: PyTorch's or vLLM's ``LayerNorm``, or vLLM's ``RMSNorm``; of anything
+            else, the addition is made first and the module called.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._centred = type(module) is torch.nn.LayerNorm and not has_hooks(module)
+        self._centred = is_exactly(module, "LayerNorm") or (
+            type(module) is torch.nn.LayerNorm and not has_hooks(module)
+        )
         self._known = self._centred or (
             is_exactly(module, "RMSNorm") and module.variance_size_override is None
         )
