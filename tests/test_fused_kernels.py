@@ -17,6 +17,8 @@ from tests.support.module_runs import run_with_triton
 
 TOLERANCE = 1e-4
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
+#: Whose patches come from a convolution, which leaves those of one image apart.
+CONVOLVED = ("Gemma3ForConditionalGeneration", "MiniCPMV4_5")
 #: Rows up to which attention is one kernel, and what then runs in blocks that attend
 #: to whole images.
 KERNELS = {0: "rotate_heads", 4096: "short_attention"}
@@ -84,9 +86,49 @@ def compare() -> None:
             assert set(called) == {"window_attention", kernel}, called
 
 
+def compare_one_image(architecture: str) -> None:
+    """On the smallest graph."""
+    import torch
+
+    from vllm_encoder_cg import kernels
+    from vllm_encoder_cg.kernels import add_norm
+    from vllm_encoder_cg.models.fused import modules
+    from vllm_encoder_cg.samples.captured_encoder import (
+        EncoderOptions,
+        captured_encoder,
+    )
+    from vllm_encoder_cg.samples.encoder_inputs import image_batch
+    from vllm_encoder_cg.startup.rounding import relative_norm
+
+    options = EncoderOptions(
+        architecture=architecture,
+        settings={
+            "cost_model": False,
+            "self_check": False,
+            "fused": "on",
+            "max_graphs": 2,
+        },
+    )
+    torch.set_num_threads(1)
+    with captured_encoder(options) as manager:
+        mm_kwargs = image_batch(manager.adapter, [(56, 56)], seed=1)
+        with torch.inference_mode():
+            expected = manager.model.embed_multimodal(**mm_kwargs)
+        with (
+            mock.patch.object(kernels, "is_available", lambda device: True),
+            mock.patch.object(modules, "is_plain", lambda module: False),
+            mock.patch.object(add_norm, "add_norm", wraps=add_norm.add_norm) as norm,
+        ):
+            found = manager.execute(mm_kwargs)
+        assert found is not None and norm.called
+        assert relative_norm(found[0], expected[0]) < TOLERANCE
+
+
 def test_tower_on_kernels_equals_eager() -> None:
     run_with_triton("tests.test_fused_kernels", os.environ | {"TRITON_INTERPRET": "1"})
 
 
 if __name__ == "__main__":
     compare()
+    for architecture in CONVOLVED:
+        compare_one_image(architecture)

@@ -76,7 +76,7 @@ def add_norm(
     """``x + delta * scale`` and its layer norm or RMS norm.
 
     Args:
-        x: ``[rows, width]``; elements of a row lie together.
+        x: ``[rows, width]``; copied where the elements of a row do not lie together.
         delta: as `x`; None: nothing is added.
         weight: ``[width]``, or None.
         bias: likewise.
@@ -84,10 +84,12 @@ def add_norm(
         scale: ``[width]``, or None for 1.
 
     Returns:
-        the sum (`x` itself where nothing is added) and the norm, both
-        ``[rows, width]`` in the dtype of `x`, contiguous.
+        the sum (where nothing is added, `x` or its copy) and the norm, both
+        ``[rows, width]`` in the dtype of `x`; what is new is contiguous.
     """
     rows, width = x.shape
+    x = _with_rows_together(x)
+    delta = None if delta is None else _with_rows_together(delta)
     normed = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(normed)
     block = triton.next_power_of_2(width)
@@ -113,3 +115,8 @@ def add_norm(
         num_warps=4 if block <= 2048 else 8,
     )
     return total, normed
+
+
+def _with_rows_together(x: torch.Tensor) -> torch.Tensor:
+    """The patch embedding of a convolution, say, has columns lie together."""
+    return x if x.stride(-1) == 1 else x.contiguous()

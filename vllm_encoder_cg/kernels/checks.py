@@ -92,6 +92,14 @@ def _check_norms(
     weight, bias, scale = (1 + random(width) / 10 for _ in range(3))
     # Rows of a wider tensor: strides are not the width.
     x, delta = random(rows, width + 8)[:, :width], random(rows, width)
+    # And of a convolution, whose columns lie together.
+    columns = [random(width, rows).t() for _ in range(2)]
+    yield _compare(
+        "add_norm",
+        f"columns together, {rows} x {width}",
+        add_norm(*columns, weight, bias, 1e-6, centred=True),
+        reference.add_norm(*columns, weight, bias, 1e-6, centred=True),
+    )
     for centred in (True, False):
         for name, arguments in {
             "whole": (delta, weight, bias),
