@@ -17,7 +17,7 @@ from tests.support.module_runs import run_with_triton
 
 TOLERANCE = 1e-4
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
-#: Whose patches come from a convolution, which leaves those of one image apart.
+#: Whose patches come from a convolution on a GPU, which lays columns together.
 CONVOLVED = ("Gemma3ForConditionalGeneration", "MiniCPMV4_5")
 #: Rows up to which attention is one kernel, and what then runs in blocks that attend
 #: to whole images.
@@ -87,7 +87,7 @@ def compare() -> None:
 
 
 def compare_one_image(architecture: str) -> None:
-    """On the smallest graph."""
+    """On the smallest graph, which has one row of patches."""
     import torch
 
     from vllm_encoder_cg import kernels
@@ -114,6 +114,11 @@ def compare_one_image(architecture: str) -> None:
         mm_kwargs = image_batch(manager.adapter, [(56, 56)], seed=1)
         with torch.inference_mode():
             expected = manager.model.embed_multimodal(**mm_kwargs)
+        tower = manager.adapter.tower
+        embeddings = getattr(tower, "vision_model", tower).embeddings
+        embeddings.register_forward_hook(
+            lambda module, inputs, output: output.mT.contiguous().mT
+        )
         with (
             mock.patch.object(kernels, "is_available", lambda device: True),
             mock.patch.object(modules, "is_plain", lambda module: False),

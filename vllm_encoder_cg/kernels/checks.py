@@ -93,12 +93,12 @@ def _check_norms(
     # Rows of a wider tensor: strides are not the width.
     x, delta = random(rows, width + 8)[:, :width], random(rows, width)
     # And of a convolution, whose columns lie together.
-    columns = [random(width, rows).t() for _ in range(2)]
+    apart, added = random(width, rows).t(), random(width, rows).t()
     yield _compare(
         "add_norm",
         f"columns together, {rows} x {width}",
-        add_norm(*columns, weight, bias, 1e-6, centred=True),
-        reference.add_norm(*columns, weight, bias, 1e-6, centred=True),
+        add_norm(apart, added, weight, bias, 1e-6, centred=True),
+        reference.add_norm(apart, added, weight, bias, 1e-6, centred=True),
     )
     for centred in (True, False):
         for name, arguments in {

@@ -296,6 +296,17 @@ class MiniCPMVAdapter(FusableAdapter, PaddedTowerAdapter):
         generator = torch.Generator(device=self.device).manual_seed(seed)
         return self.random_kwargs(modality, items, generator)
 
+    def cost_sample(self, shape: GraphShape) -> dict[str, Any]:
+        # Slices as most are: vLLM's own forward, which these are timed on too, pads
+        # them to the longest of the batch, not to the longest that there may be.
+        rows = shape.capacity.extra["rows"]
+        side = self.model.config.image_size // self.patch_size
+        grid = tuple(min(side, most) for most in self.positions.shape[:2])
+        counts = unlike_counts(rows, shape.capacity.items)
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        items = [[grid] * count for count in counts]
+        return self.random_kwargs(self.modalities[0], items, generator)
+
     def _sample_grid(self, length: int, seed: int) -> SliceGrid:
         rows, columns = sample_grid(length, seed)
         most_rows, most_columns = self.positions.shape[:2]
