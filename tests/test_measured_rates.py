@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.encoders import Encoders
 from vllm_encoder_cg.adapter import EncoderBatch, GraphShape
-from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import EncoderItemSpec, GraphCapacity, GraphKey
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.planning.sharding import attention_work
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks

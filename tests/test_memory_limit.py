@@ -14,7 +14,7 @@ import torch
 
 from tests.support.toy_adapter import ToyModel, encode_eagerly, make_items
 from tests.support.toy_manager import make_toy_manager
-from vllm_encoder_cg.capture import GraphSet
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.startup.memory_limit import MemoryLimit
 from vllm_encoder_cg.startup.memory_meter import MemoryMeter
@@ -42,7 +42,7 @@ def capture_within(
         begun.append(empty(device))
         return begun[-1]
 
-    monkeypatch.setattr("vllm_encoder_cg.capture.GraphSet.empty", begin)
+    monkeypatch.setattr("vllm_encoder_cg.graph_set.GraphSet.empty", begin)
     monkeypatch.setattr(
         "vllm_encoder_cg.capture.peak_bytes",
         lambda call, _: ((rows := call()), len(rows) * MIB),

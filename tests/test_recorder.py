@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from vllm_encoder_cg.adapter import GraphShape
-from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import (
     DEFAULT_PATH,
     BudgetGraphMetadata,
     GraphCapacity,
     GraphKey,
 )
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.graphs import CudaGraphRecorder
 from vllm_encoder_cg.streams import side_stream
 

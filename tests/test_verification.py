@@ -17,7 +17,7 @@ from tests.support.variants import (
     make_variant,
 )
 from vllm_encoder_cg.adapter import EncoderAdapter
-from vllm_encoder_cg.capture import GraphSet
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.verification import Verifier
 from vllm_encoder_cg.verification_cases import (

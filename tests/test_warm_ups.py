@@ -13,8 +13,9 @@ import torch
 from tests.support.toy_adapter import ToyAdapter, ToyModel
 from vllm_encoder_cg import capture
 from vllm_encoder_cg.adapter import GraphShape
-from vllm_encoder_cg.capture import GraphSet, capture_graphs
+from vllm_encoder_cg.capture import capture_graphs
 from vllm_encoder_cg.definitions import BatchLimits, GraphKey
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.graphs import Forward, MakeOutput, StaticRecorder
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
 

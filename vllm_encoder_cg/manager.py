@@ -14,9 +14,10 @@ import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.batch_executor import BatchExecutor
-from vllm_encoder_cg.capture import GraphSet, capture_graphs
+from vllm_encoder_cg.capture import capture_graphs
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.models.registry import adapt
 from vllm_encoder_cg.observability.batch_log import BatchLog, Observer

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
-from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import EagerReason
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.observability.step_timer import StepTimer
 from vllm_encoder_cg.planning.plans import Plan, SubBatch, without_graphs
 from vllm_encoder_cg.startup.self_check import SelfCheck

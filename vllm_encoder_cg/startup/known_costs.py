@@ -26,7 +26,7 @@ from vllm_encoder_cg.startup.measurement import measure_encoder
 
 if TYPE_CHECKING:
     from vllm_encoder_cg.adapter import EncoderAdapter
-    from vllm_encoder_cg.capture import GraphSet
+    from vllm_encoder_cg.graph_set import GraphSet
 
 logger = init_logger(__name__)
 

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch
-from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.planning.costs import MeasuredCosts
 from vllm_encoder_cg.planning.sharding import PathRate, attention_work

@@ -17,8 +17,8 @@ from itertools import chain
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
-from vllm_encoder_cg.capture import GraphSet
 from vllm_encoder_cg.definitions import GraphKey
+from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.planning.plans import SubBatch
 from vllm_encoder_cg.ranks import EncoderRanks
