@@ -161,7 +161,8 @@ def test_what_exceeds_the_memory_limit_is_left_out(
     # As on a GPU on which the graphs of the largest budget take 1 MiB per token.
     peaks = iter([budget << 20 for budget in (256, 96)])
     monkeypatch.setattr(
-        "vllm_encoder_cg.capture.peak_bytes", lambda call, _: (call(), next(peaks))
+        "vllm_encoder_cg.startup.capture.peak_bytes",
+        lambda call, _: (call(), next(peaks)),
     )
     manager = make_variant(
         sound, monkeypatch, budgets=BUDGETS, memory_limit_gib=100 / 1024
@@ -183,7 +184,8 @@ def test_a_capture_that_takes_more_than_its_forward_is_left_out(
     peaks = iter([mib << 20 for mib in (80, 40)])
     taken = iter([mib << 20 for mib in (160, 70, 70)])
     monkeypatch.setattr(
-        "vllm_encoder_cg.capture.peak_bytes", lambda call, _: (call(), next(peaks))
+        "vllm_encoder_cg.startup.capture.peak_bytes",
+        lambda call, _: (call(), next(peaks)),
     )
     monkeypatch.setattr(MemoryMeter, "taken_bytes", lambda _: next(taken))
     manager = make_variant(

@@ -44,7 +44,7 @@ def capture_within(
 
     monkeypatch.setattr("vllm_encoder_cg.graph_set.GraphSet.empty", begin)
     monkeypatch.setattr(
-        "vllm_encoder_cg.capture.peak_bytes",
+        "vllm_encoder_cg.startup.capture.peak_bytes",
         lambda call, _: ((rows := call()), len(rows) * MIB),
     )
     monkeypatch.setattr(MemoryMeter, "taken_bytes", lambda _: taken(begun[-1]))

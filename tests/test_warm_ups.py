@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.toy_adapter import ToyAdapter, ToyModel
-from vllm_encoder_cg import capture
 from vllm_encoder_cg.adapter import GraphShape
-from vllm_encoder_cg.capture import capture_graphs
 from vllm_encoder_cg.definitions import BatchLimits, GraphKey
 from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.graphs import Forward, MakeOutput, StaticRecorder
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
+from vllm_encoder_cg.startup import capture
+from vllm_encoder_cg.startup.capture import capture_graphs
 
 LIMITS = BatchLimits(max_items=4, max_frames=0)
 CPU = torch.device("cpu")

@@ -14,7 +14,6 @@ import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, EncoderBatch, GraphShape
 from vllm_encoder_cg.batch_executor import BatchExecutor
-from vllm_encoder_cg.capture import capture_graphs
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import GraphKey
 from vllm_encoder_cg.graph_set import GraphSet
@@ -33,6 +32,7 @@ from vllm_encoder_cg.planning.sharding import PathRate
 from vllm_encoder_cg.ranks import EncoderRanks, stage_refusal
 from vllm_encoder_cg.settings import EncoderCgSettings, SettingError
 from vllm_encoder_cg.shapes import choose_shapes, plan_budgets
+from vllm_encoder_cg.startup.capture import capture_graphs
 from vllm_encoder_cg.startup.forward_choice import choose_forward
 from vllm_encoder_cg.startup.known_costs import KnownCosts, usable_cost_file
 from vllm_encoder_cg.startup.memory_meter import give_back_cached

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
-from vllm_encoder_cg.capture import capture_graphs
 from vllm_encoder_cg.definitions import BatchLimits, GraphKey
 from vllm_encoder_cg.graph_set import GraphSet
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.ranks import EncoderRanks, OutOfStepError
+from vllm_encoder_cg.startup.capture import capture_graphs
 from vllm_encoder_cg.startup.self_check import NoSampleInputError, check_graphs
 
 logger = init_logger(__name__)
