@@ -32,7 +32,7 @@ from vllm_encoder_cg.models.verified import (
     read_verified,
     write_verified,
 )
-from vllm_encoder_cg.verification import TOLERANCE
+from vllm_encoder_cg.verification import VERIFY_TOLERANCE
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "TORCH_SDPA")
 
@@ -87,7 +87,7 @@ def test_verified_entries_are_of_known_models_and_small_errors() -> None:
     for verified in entries:
         assert verified.architecture in known
         # Twice as much where eager differs from itself by nearly as much.
-        tolerance = 2 * TOLERANCE[getattr(torch, verified.dtype)]
+        tolerance = 2 * VERIFY_TOLERANCE[getattr(torch, verified.dtype)]
         assert verified.worst_error <= tolerance
         assert verified.backends and verified.cases
 

@@ -27,18 +27,19 @@ if TYPE_CHECKING:
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
     from vllm_encoder_cg.planning.plans import Plan
 
-TOLERANCE: dict[torch.dtype, float] = {
+VERIFY_TOLERANCE: dict[torch.dtype, float] = {
     torch.float32: 1e-4,
     torch.float16: 1e-2,
     torch.bfloat16: 2e-2,
 }
 """Largest relative norm of the difference from eager, per item; of towers whose linears
-quantise their input, twice as much."""
+quantise their input, twice as much.  What keeps a graph from serving is
+``startup.self_check.SELF_CHECK_TOLERANCE``."""
 
 
-def tolerance_of(manager: EncoderCudaGraphManager) -> float:
-    """``TOLERANCE``, as the manager's encoder has it."""
-    return TOLERANCE[manager.dtype] * manager.adapter.coarseness()
+def verify_tolerance(manager: EncoderCudaGraphManager) -> float:
+    """``VERIFY_TOLERANCE``, as the manager's encoder has it."""
+    return VERIFY_TOLERANCE[manager.dtype] * manager.adapter.coarseness()
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Verifier:
 
     Args:
         manager: captured; its observer is used.
-        tolerance: largest relative norm per item; None: ``TOLERANCE`` of the
+        tolerance: largest relative norm per item; None: ``VERIFY_TOLERANCE`` of the
             manager's dtype.
 
     Raises:
@@ -111,7 +112,7 @@ class Verifier:
                 f"{manager.inactive_reason or 'none could be captured'}"
             )
         self.manager = manager
-        self.tolerance = tolerance_of(manager) if tolerance is None else tolerance
+        self.tolerance = verify_tolerance(manager) if tolerance is None else tolerance
         self._seed = seed
         self._calls = 0
         self._plans: list[Plan] = []

@@ -19,7 +19,7 @@ from vllm_encoder_cg.manager import EncoderCudaGraphManager
 from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 from vllm_encoder_cg.startup.rounding import allowed_error, nudge, relative_norm
-from vllm_encoder_cg.verification import eager_embeddings, tolerance_of
+from vllm_encoder_cg.verification import eager_embeddings, verify_tolerance
 
 QWEN3 = "Qwen3VLForConditionalGeneration"
 QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
@@ -156,7 +156,7 @@ def assert_close(
     assert outputs is not None, f"{what}: the batch was left to the model"
     assert len(outputs) == len(expected), f"{what}: {len(outputs)} items"
     worst = max(map(relative_norm, outputs, expected), default=0.0)
-    limit = tolerance_of(manager)
+    limit = verify_tolerance(manager)
     if worst > limit:
         limit = _explained(manager, limit)
     assert worst <= limit, f"{what} differs from eager by {worst:.1e}"

@@ -175,9 +175,9 @@ def _check_batches(
     batches: list[MediaBatch],
     result: Correctness,
 ) -> None:
-    from vllm_encoder_cg.verification import tolerance_of
+    from vllm_encoder_cg.verification import verify_tolerance
 
-    result.tolerance = tolerance_of(manager)
+    result.tolerance = verify_tolerance(manager)
     capture(manager)
     if not manager.is_captured():
         result.problems.append(f"no graphs: {manager.inactive_reason}")

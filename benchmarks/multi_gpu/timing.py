@@ -90,7 +90,7 @@ def _time_ways(manager: Any, encoder: Encoder, ranks: int, rounds: int) -> list[
     from vllm.platforms import current_platform
 
     from vllm_encoder_cg.samples.encoder_inputs import image_batch
-    from vllm_encoder_cg.verification import tolerance_of
+    from vllm_encoder_cg.verification import verify_tolerance
 
     small = encoder.vision == "small"
     count, side = (4, 128) if small else (20, 352)
@@ -114,7 +114,7 @@ def _time_ways(manager: Any, encoder: Encoder, ranks: int, rounds: int) -> list[
             rows.append(what | {"problems": [problem]})
     calls["ours"] = partial(encode, manager, mm_kwargs)
     errors = _compare(calls)
-    tolerance = tolerance_of(manager)
+    tolerance = verify_tolerance(manager)
     for way, times in _time_in_turn(calls, manager._ranks, rounds).items():
         wrong = way.startswith("ours") and errors[way] > tolerance
         rows.append(

@@ -188,9 +188,9 @@ def _start(spec: EngineSpec, how: str, verbose: bool) -> EngineRun:
 def _tolerance(dtype: str) -> float:
     import torch
 
-    from vllm_encoder_cg.startup.self_check import RELATIVE_TOLERANCE
+    from vllm_encoder_cg.startup.self_check import SELF_CHECK_TOLERANCE
 
-    return 1e-4 if dtype == "float32" else RELATIVE_TOLERANCE[getattr(torch, dtype)]
+    return 1e-4 if dtype == "float32" else SELF_CHECK_TOLERANCE[getattr(torch, dtype)]
 
 
 def _rows(

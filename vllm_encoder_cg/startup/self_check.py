@@ -27,13 +27,15 @@ from vllm_encoder_cg.startup.rounding import allowed_error, nudge, relative_norm
 
 logger = init_logger(__name__)
 
-RELATIVE_TOLERANCE: dict[torch.dtype, float] = {
+SELF_CHECK_TOLERANCE: dict[torch.dtype, float] = {
     torch.float32: 1e-3,
     torch.float16: 1e-2,
     torch.bfloat16: 3e-2,
 }
 """Largest relative norm of the difference, per item.  About three times what
-rounding alone gives on a 30-layer tower; a wrong table gives 0.1 to 1."""
+rounding alone gives on a 30-layer tower; a wrong table gives 0.1 to 1.  Beyond it
+a graph never serves; in float32 and bfloat16 ``verification.VERIFY_TOLERANCE``, beyond
+which a case is only reported, is narrower."""
 
 MOST_APART = 32
 """Of the graphs of a ladder, one of so many is compared at least."""
@@ -159,7 +161,7 @@ def _explained_error(
                     rows = adapter.eager(batch, indices, path)
                 embeddings.append(rows.split(batch.tokens_on(path, indices)))
             references, moved = embeddings
-            tolerance = tolerance_of(adapter, references[0].dtype)
+            tolerance = self_check_tolerance(adapter, references[0].dtype)
             allowed[path] = allowed_error(tolerance, moved, references)
         except Exception as failure:
             error = failure
@@ -220,7 +222,7 @@ def _compare(
 ) -> Mismatch | None:
     """Compares the rows of items, ``[sum(tokens), hidden]`` both."""
     if sum(tokens) != reference.shape[0] or result.shape != reference.shape:
-        tolerance = tolerance_of(adapter, reference.dtype)
+        tolerance = self_check_tolerance(adapter, reference.dtype)
         return Mismatch(key, float("inf"), tolerance)
     return compare_items(adapter, key, result.split(tokens), reference.split(tokens))
 
@@ -237,17 +239,17 @@ def compare_items(
     # Whether a tower is quantised is asked of all its modules: only where it matters.
     if error <= _tolerance(dtype):
         return None
-    tolerance = tolerance_of(adapter, dtype)
+    tolerance = self_check_tolerance(adapter, dtype)
     return None if error <= tolerance else Mismatch(key, error, tolerance)
 
 
-def tolerance_of(adapter: EncoderAdapter, dtype: torch.dtype) -> float:
-    """Of embeddings of a dtype; wider for quantised towers."""
+def self_check_tolerance(adapter: EncoderAdapter, dtype: torch.dtype) -> float:
+    """For embeddings of a dtype; wider for quantised towers."""
     return _tolerance(dtype) * adapter.coarseness()
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return RELATIVE_TOLERANCE.get(dtype, 1e-2)
+    return SELF_CHECK_TOLERANCE.get(dtype, 1e-2)
 
 
 def keys_to_check(keys: Sequence[GraphKey]) -> list[GraphKey]:
