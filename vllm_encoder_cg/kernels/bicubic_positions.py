@@ -14,8 +14,7 @@ import triton.language as tl
 
 from vllm_encoder_cg.kernels.grid_search import (
     GRID_ARGUMENTS,
-    find_sequence,
-    place_in_grid,
+    find_place,
     search_steps,
 )
 
@@ -72,11 +71,9 @@ def _bicubic_kernel(
         # a sequence by zero: padding must be finite.
         tl.store(target, tl.zeros([BLOCK], dtype), mask=mask)
         return
-    sequence = find_sequence(row_starts, sequences, row, steps)
-    local = row - tl.load(row_starts + sequence)
-    height = tl.load(heights + sequence)
-    width = tl.load(widths + sequence)
-    y, x = place_in_grid(local, width, MERGE)
+    y, x, height, width = find_place(
+        row_starts, heights, widths, sequences, row, steps, MERGE
+    )
 
     y_place = _source_place(y, height, TABLE_HEIGHT, NORMALISED)
     x_place = _source_place(x, width, TABLE_WIDTH, NORMALISED)

@@ -45,6 +45,22 @@ def place_in_grid(local, width, MERGE: tl.constexpr):
     return y, x
 
 
+@triton.jit
+def find_place(row_starts, heights, widths, sequences, row, steps, MERGE: tl.constexpr):
+    """Vertical and horizontal position of `row` in its frame, and the frame's height
+    and width.
+
+    Args:
+        row: int32 scalar, below ``row_starts[sequences]``.
+    """
+    sequence = find_sequence(row_starts, sequences, row, steps)
+    local = row - tl.load(row_starts + sequence)
+    height = tl.load(heights + sequence)
+    width = tl.load(widths + sequence)
+    y, x = place_in_grid(local, width, MERGE)
+    return y, x, height, width
+
+
 def search_steps(sequences: int) -> int:
     """``steps`` for that many sequences."""
     return max(1, (sequences - 1).bit_length())
