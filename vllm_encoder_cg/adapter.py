@@ -219,4 +219,4 @@ class EncoderAdapter(ABC):
         if len(indices) == 1:
             return [outputs[DEFAULT_PATH]]
         tokens = [batch.specs[i].output_tokens for i in indices]
-        return list(outputs[DEFAULT_PATH].split(tokens))
+        return list(outputs[DEFAULT_PATH].split_with_sizes(tokens))

@@ -72,13 +72,14 @@ class Tiles:
 
     def match(self, kind: TileKind) -> bool:
         """Whether pixels and counts agree with each other and with `kind`."""
-        if min(self.counts, default=0) < 0 or not self.pixels.ndim:
+        shape = self.pixels.shape
+        if min(self.counts, default=0) < 0 or not shape:
             return False
         total = self.offsets[-1]
-        if total != self.pixels.shape[0] or not self.pixels.is_floating_point():
+        if total != shape[0] or not self.pixels.is_floating_point():
             return False
         # Without any tile, the rest of the shape is the processor's whim.
-        return not total or self.pixels.shape[1:] == (_CHANNELS, kind.side, kind.side)
+        return not total or shape[1:] == (_CHANNELS, kind.side, kind.side)
 
 
 @dataclass(frozen=True)
@@ -215,11 +216,14 @@ class TiledTowerAdapter(TowerAdapter):
         if found is None:
             return None
         modality, items = found
-        if not all(items.tiles[path].match(kind) for path, kind in self.kinds.items()):
-            return None
-        counts = zip(*(items.tiles[path].counts for path in self.kinds), strict=True)
+        counts = []
+        for path, kind in self.kinds.items():
+            tiles = items.tiles[path]
+            if not tiles.match(kind):
+                return None
+            counts.append(tiles.counts)
         grids = items.grids or repeat(None)
-        specs = [self._item_spec(*item) for item in zip(counts, grids, strict=False)]
+        specs = list(map(self._item_spec, zip(*counts, strict=True), grids))
         return EncoderBatch(modality, specs, mm_kwargs, items)
 
     def _make_spec(self, counts: Sequence[int], grid: Grid | None) -> EncoderItemSpec:
