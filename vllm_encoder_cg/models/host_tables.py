@@ -31,7 +31,8 @@ class HostTable:
         """Launches the copy into ``buffer``, of the same length."""
         buffer.copy_(self._host, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            # Without a stream, PyTorch looks up the device first, which takes longer.
+            self._copied.record(torch.cuda.current_stream(buffer.get_device()))
 
     def wait(self) -> None:
         """Until the last copy is over."""
@@ -144,7 +145,8 @@ def copy_rows(
     if len(ranges) == 1:
         start, stop = ranges[0]
         rows = source if written == source.shape[0] else source[start:stop]
-        buffer[:written].copy_(rows, non_blocking=True)
+        target = buffer if written == capacity else buffer[:written]
+        target.copy_(rows, non_blocking=True)
     elif source.device == buffer.device:
         parts = [source[start:stop] for start, stop in ranges]
         if source.dtype != buffer.dtype:
