@@ -92,12 +92,23 @@ def captured_encoder(options: EncoderOptions) -> Iterator[EncoderCudaGraphManage
             model = build_model(vllm_config)
             manager = EncoderCudaGraphManager(
                 vllm_config,
-                vllm_config.device_config.device,
+                _device(vllm_config),
                 vllm_config.model_config.dtype,
                 model,
             )
             manager.capture()
             yield manager
+
+
+def _device(vllm_config: Any) -> Any:
+    """With its number, as vLLM's worker gives it: PyTorch otherwise looks for the
+    current one at each call."""
+    import torch
+
+    device = vllm_config.device_config.device
+    if device.type != "cuda":
+        return device
+    return torch.device(device.type, torch.cuda.current_device())
 
 
 def _engine_args(options: EncoderOptions, folder: Path) -> dict[str, Any]:
