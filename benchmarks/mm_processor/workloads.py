@@ -13,10 +13,14 @@ from vllm_encoder_cg.benchmarking.engine_options import as_options, shared_gpu_o
 ARCHITECTURE = "Qwen3VLForConditionalGeneration"
 WAYS = ("eager", "in-tree", "ours")
 
+REFERENCE_BUDGETS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864)
+REFERENCE_ITEMS = 8
+"""What vLLM's own graphs were published with, for 20 images of 336x336 per request."""
+
 
 @dataclass(frozen=True)
 class Workload:
-    """What is encoded, and how graphs are captured for it."""
+    """What is encoded."""
 
     prompts: int
     items: int
@@ -25,7 +29,8 @@ class Workload:
     """The number of images is ``items * (1 +- spread)``."""
     buckets: dict[tuple[int, int], float]
     """(height, width) -> share."""
-    compilation_config: dict[str, Any] = field(default_factory=dict)
+    in_tree: dict[str, Any] = field(default_factory=dict)
+    """``compilation_config`` of vLLM's own graphs; empty: its defaults."""
 
 
 WORKLOADS = {
@@ -42,10 +47,8 @@ WORKLOADS = {
         0.0,
         {(336, 336): 1.0},
         {
-            "encoder_cudagraph_token_budgets": [
-                *(512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864)
-            ],
-            "encoder_cudagraph_max_vision_items_per_batch": 8,
+            "encoder_cudagraph_token_budgets": list(REFERENCE_BUDGETS),
+            "encoder_cudagraph_max_vision_items_per_batch": REFERENCE_ITEMS,
         },
     ),
 }
@@ -73,11 +76,9 @@ def command_line(
 
     workload = WORKLOADS[name]
     count = prompts or workload.prompts
-    most = round(workload.items * (1 + workload.spread))
-    buckets = {(h, w, 1): share for (h, w), share in workload.buckets.items()}
     options = engine_kwargs(ARCHITECTURE) | shared_gpu_options(graphs=way != "eager")
-    if way != "eager":
-        options["compilation_config"] |= workload.compilation_config
+    if way == "in-tree":
+        options["compilation_config"] |= workload.in_tree
     if way == "ours":
         # Whose last line says how much was encoded by graph.
         options["additional_config"] = {"encoder_cg": {"log_every_items": 10}}
@@ -85,18 +86,32 @@ def command_line(
         "model": checkpoint,
         "max_model_len": 2048 if small else 16384,
         "max_num_batched_tokens": 2048 if small else 16384,
-        "limit_mm_per_prompt": {"image": most, "video": 0},
         "mm_encoder_attn_backend": backend,
-        "dataset_name": "random-mm",
+        **random_images(workload.items, workload.buckets, spread=workload.spread),
         "num_prompts": count,
         "num_warmups": max(2, count // 10),
-        "random_input_len": 8,
-        "random_output_len": 2,
-        "random_mm_base_items_per_request": workload.items,
-        "random_mm_num_mm_items_range_ratio": workload.spread,
-        "random_mm_limit_mm_per_prompt": {"image": most, "video": 0},
-        "random_mm_bucket_config": str(buckets),
         "output_json": output,
         "seed": 42,
     }
     return ["bench", "mm-processor", "--disable-tqdm", *as_options(options)]
+
+
+def random_images(
+    items: int, buckets: dict[tuple[int, int], float], *, spread: float = 0.0
+) -> dict[str, Any]:
+    """The options that say which images there are; fields as of ``Workload``.
+
+    Videos are not allowed, since vLLM's own graphs on FLASHINFER are wrong with them.
+    """
+    limits = {"image": round(items * (1 + spread)), "video": 0}
+    sizes = {(h, w, 1): share for (h, w), share in buckets.items()}
+    return {
+        "limit_mm_per_prompt": limits,
+        "dataset_name": "random-mm",
+        "random_input_len": 8,
+        "random_output_len": 2,
+        "random_mm_base_items_per_request": items,
+        "random_mm_num_mm_items_range_ratio": spread,
+        "random_mm_limit_mm_per_prompt": limits,
+        "random_mm_bucket_config": str(sizes),
+    }

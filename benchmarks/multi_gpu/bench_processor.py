@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mm_processor.engines import measure, started, wait_until_ready
+from benchmarks.mm_processor.workloads import REFERENCE_ITEMS, random_images
 from benchmarks.multi_gpu.engines import (
     engine_args,
     make_checkpoint,
     make_environment,
 )
 from benchmarks.multi_gpu.results import NOT_BEGUN, Results, TimeLimit
-from benchmarks.multi_gpu.timing import IN_TREE_BUDGETS, IN_TREE_ITEMS
+from benchmarks.multi_gpu.setup import IN_TREE_BUDGETS
 from vllm_encoder_cg.benchmarking.engine_options import as_options
 from vllm_encoder_cg.integration.environment import DISABLE
 
@@ -33,7 +34,7 @@ def bench_mm_processor(
     in_tree = {
         "cudagraph_mm_encoder": True,
         "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS[vision],
-        "encoder_cudagraph_max_vision_items_per_batch": IN_TREE_ITEMS,
+        "encoder_cudagraph_max_vision_items_per_batch": REFERENCE_ITEMS,
     }
     ways: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         "ours": ({"cudagraph_mm_encoder": True}, {}),
@@ -85,15 +86,9 @@ def _options(
     return engine_args(vision, **graphs) | {
         "tensor_parallel_size": ranks,
         "mm_encoder_tp_mode": "data",
-        "limit_mm_per_prompt": {"image": count, "video": 0},
-        "dataset_name": "random-mm",
+        **random_images(count, {(side, side): 1.0}),
         "num_prompts": prompts,
-        "num_warmups": 5,
-        "random_input_len": 8,
-        "random_output_len": 2,
-        "random_mm_base_items_per_request": count,
-        "random_mm_num_mm_items_range_ratio": 0.0,
-        "random_mm_limit_mm_per_prompt": {"image": count, "video": 0},
-        "random_mm_bucket_config": f"{{({side}, {side}, 1): 1.0}}",
+        "num_warmups": max(2, prompts // 10),
+        "seed": 42,
         "disable_tqdm": True,
     }

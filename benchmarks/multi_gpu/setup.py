@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.mm_processor.workloads import REFERENCE_BUDGETS
+
 QWEN3 = "Qwen3VLForConditionalGeneration"
 INTERNVL = "InternVLChatModel"
 DEEPSEEK = "DeepseekOCRForCausalLM"
 ARCHITECTURES = (QWEN3, INTERNVL, DEEPSEEK)
+
+IN_TREE_BUDGETS = {
+    "released": list(REFERENCE_BUDGETS),
+    "small": [64, 128, 256],
+}
 
 MAX_TOKENS = {
     "released": {QWEN3: 8192, INTERNVL: 4096, DEEPSEEK: 1024},

@@ -20,9 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.mm_processor.workloads import REFERENCE_ITEMS
 from benchmarks.multi_gpu.on_ranks import run_encoders
 from benchmarks.multi_gpu.results import Results, Row, TimeLimit
 from benchmarks.multi_gpu.setup import (
+    IN_TREE_BUDGETS,
     Encoder,
     built,
     capture,
@@ -30,12 +32,6 @@ from benchmarks.multi_gpu.setup import (
     synchronize,
     write_encoder,
 )
-
-IN_TREE_BUDGETS = {
-    "released": [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 4864],
-    "small": [64, 128, 256],
-}
-IN_TREE_ITEMS = 8
 
 Call = Callable[[], Any]
 
@@ -153,7 +149,7 @@ def _with_budgets(
     budgets; and why there is none on a rank, if so."""
     fields = {
         "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS[encoder.vision],
-        "encoder_cudagraph_max_vision_items_per_batch": IN_TREE_ITEMS,
+        "encoder_cudagraph_max_vision_items_per_batch": REFERENCE_ITEMS,
     }
     manager = problem = None
     try:

@@ -12,6 +12,7 @@ same on the same parameters, which stay where they are:
 - ``windows.py``: windows of one tile, rotated and attended in one kernel;
 - ``blocks.py``: a block out of these, and a stack of blocks in which the last
   addition of one is fused with the first norm of the next;
+- ``siglip_layer.py``: a layer of SigLIP as a block, for the towers that have those;
 - ``merger.py``: the step behind the blocks of Qwen's towers;
 - ``alongside.py``: what nothing waits for, as a branch of the graph;
 - a file per tower, named as its adapter's module, by which ``registry.py`` tells that
