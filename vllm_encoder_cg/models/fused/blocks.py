@@ -132,3 +132,23 @@ def run_blocks(
         if on_output is not None:
             on_output(index, x)
     return normed
+
+
+def run_alike(
+    blocks: Sequence[FusedBlock],
+    rows: torch.Tensor,
+    attention: Attend,
+    last_norm: Norm | None,
+) -> torch.Tensor:
+    """``run_blocks`` without rotary tables, where all blocks attend alike.
+
+    Args:
+        rows: ``[tiles, length, width]``.
+
+    Returns:
+        the same shape.
+    """
+    output = run_blocks(
+        blocks, rows.flatten(0, 1), None, None, lambda index: attention, last_norm
+    )
+    return output.unflatten(0, rows.shape[:2])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.models.fused.attention import TileAttention
-from vllm_encoder_cg.models.fused.blocks import run_blocks
+from vllm_encoder_cg.models.fused.blocks import run_alike
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError, Norm, expect
 from vllm_encoder_cg.models.fused.siglip_layer import siglip_block
 
@@ -45,12 +45,4 @@ class FusedSiglipTower:
         hidden = self._embeddings(pixel_values)
         tiles, patches, _ = hidden.shape
         attention = TileAttention(self._attention, tiles, patches, hidden.device)
-        hidden = run_blocks(
-            self._blocks,
-            hidden.flatten(0, 1),
-            None,
-            None,
-            lambda index: attention,
-            self._last_norm,
-        )
-        return hidden.unflatten(0, (tiles, patches))
+        return run_alike(self._blocks, hidden, attention, self._last_norm)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.models.fused.attention import FusedAttention, TileAttention
-from vllm_encoder_cg.models.fused.blocks import FusedBlock, FusedMlp, run_blocks
+from vllm_encoder_cg.models.fused.blocks import FusedBlock, FusedMlp, run_alike
 from vllm_encoder_cg.models.fused.modules import (
     Activation,
     Norm,
@@ -36,15 +36,7 @@ class FusedInternEncoder:
     def __call__(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
         tiles, rows, _ = inputs_embeds.shape
         attention = TileAttention(self._layer, tiles, rows, inputs_embeds.device)
-        hidden = run_blocks(
-            self._blocks,
-            inputs_embeds.flatten(0, 1),
-            None,
-            None,
-            lambda index: attention,
-            None,
-        )
-        return hidden.unflatten(0, (tiles, rows))
+        return run_alike(self._blocks, inputs_embeds, attention, None)
 
 
 def _make_block(layer: Any) -> FusedBlock:

@@ -14,7 +14,7 @@ import torch
 
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.attention import SequenceAttention
-from vllm_encoder_cg.models.fused.blocks import run_blocks
+from vllm_encoder_cg.models.fused.blocks import run_alike
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError, Norm, expect
 from vllm_encoder_cg.models.fused.siglip_layer import siglip_block
 
@@ -74,15 +74,7 @@ class FusedIdefics2Encoder:
             ),
             keep_finite=False,
         )
-        output = run_blocks(
-            self._blocks,
-            hidden.flatten(0, 1),
-            None,
-            None,
-            lambda index: attention,
-            self._last_norm,
-        )
-        return output.unflatten(0, (rows, length))
+        return run_alike(self._blocks, hidden, attention, self._last_norm)
 
 
 def _starts(rows: int, length: int, patches: torch.Tensor) -> torch.Tensor:
