@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_encoder_cg.adapter import EncoderBatch
+from vllm_encoder_cg.batch_executor import BatchExecutor
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import EncoderItemSpec
+from vllm_encoder_cg.planning.planner import Planner
 from vllm_encoder_cg.planning.sharding import Assignment, assign_items, weigh_items
-from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
+from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks, OutOfStepError
 
 WIDTH = 3
 
@@ -131,6 +135,46 @@ def test_outputs_do_not_alias_what_was_put_in() -> None:
     for rows in gathers[0]._ranks.group.given:
         rows.fill_(float("nan"))
     assert not any(each.isnan().any() for each in embeddings)
+
+
+def test_memory_that_lacks_is_noticed_before_the_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all ranks may still leave the batch to the model."""
+    gather = make_gathers(2)[0]
+    allocate = gather._empty
+
+    def at_most_four(rows: int) -> torch.Tensor:
+        if rows > 4:
+            raise torch.cuda.OutOfMemoryError("of the test")
+        return allocate(rows)
+
+    monkeypatch.setattr(gather, "_empty", at_most_four)
+    specs = [EncoderItemSpec(16, 4)] * 2
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        gather.pack([embedding(0, 4)], specs, assign([4, 4], 2))
+
+
+def test_an_exchange_that_fails_is_an_error_that_names_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gather = make_gathers(2)[1]
+    ranks = gather._ranks
+    monkeypatch.setattr(ranks, "all", lambda yes: yes)
+    monkeypatch.setattr(gather, "gather", Mock(side_effect=RuntimeError("closed")))
+    specs = [EncoderItemSpec(16, 4)] * 2
+    batch = EncoderBatch("image", specs, {}, None)
+    executor = BatchExecutor(
+        Mock(parse=lambda mm_kwargs: batch),
+        Planner({}, ("default",)),
+        Mock(run=lambda batch, plan: ([embedding(1, 4)], plan)),
+        ranks,
+        gather,
+        None,
+        Mock(),
+    )
+    with pytest.raises(OutOfStepError, match=r"rank 1 of 2.*closed"):
+        executor.execute({})
 
 
 @pytest.mark.parametrize("shape", [(3, WIDTH), (4, WIDTH + 1)])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.encoders import Encoders, cases
+from tests.support.encoders import SETTINGS, Encoders, cases
 from tests.support.fused import counted_calls, fused
 from tests.support.toy_adapter import ToyAdapter
 from vllm_encoder_cg.adapter import GraphShape
@@ -22,10 +22,12 @@ from vllm_encoder_cg.buffers import BufferArena
 from vllm_encoder_cg.definitions import BatchLimits, GraphCapacity, GraphKey
 from vllm_encoder_cg.kernels import short_rows
 from vllm_encoder_cg.models.fused.internvl import FusedInternEncoder
-from vllm_encoder_cg.models.fused.modules import FusionRefusedError
+from vllm_encoder_cg.models.fused.minicpmv import FusedIdefics2Encoder
+from vllm_encoder_cg.models.fused.modules import Activation, FusionRefusedError
 from vllm_encoder_cg.models.fused.qwen3_vl import FusedQwen3Vision
 from vllm_encoder_cg.ranks import EncoderMode, EncoderRanks
 from vllm_encoder_cg.samples.architectures import ARCHITECTURES
+from vllm_encoder_cg.samples.captured_encoder import EncoderOptions, captured_encoder
 from vllm_encoder_cg.samples.encoder_inputs import image_batch
 from vllm_encoder_cg.startup import forward_choice
 from vllm_encoder_cg.startup.forward_choice import choose_forward
@@ -146,6 +148,51 @@ def test_modules_that_are_not_known_are_refused_by_name(
     with pytest.raises(FusionRefusedError, match="InternVisionModel is known"):
         FusedInternEncoder(tower)
     assert FusedQwen3Vision(tower)
+
+
+def test_a_forward_of_its_own_is_seen(
+    qwen3: Verifier, tower: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some libraries set it on the instance."""
+    block, norm = tower.blocks[0], tower.blocks[0].norm2
+    forward = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda x: 2 * forward(x))
+    monkeypatch.setattr(qwen3.manager.adapter, "_fused", FusedQwen3Vision(tower))
+    assert error_of_forward(qwen3) < TOLERANCE
+    monkeypatch.setattr(block.attn, "forward", block.attn.forward)
+    with pytest.raises(FusionRefusedError, match="another forward"):
+        FusedQwen3Vision(tower)
+
+
+def test_an_activation_of_a_known_name_is_not_enough() -> None:
+    class QuickGELU(torch.nn.SiLU):
+        pass
+
+    assert Activation(QuickGELU()).kind is None
+    assert Activation(torch.nn.GELU(approximate="tanh")).kind == "gelu_tanh"
+
+
+def test_attention_that_vllm_leaves_out_has_to_be_known(encoders: Encoders) -> None:
+    tower = encoders.get("MiniCPMV4_5").manager.model.vpm
+    assert FusedIdefics2Encoder(tower)
+    attention = tower.encoder.layers[-1].self_attn.attn
+    with counted_calls(attention), pytest.raises(FusionRefusedError, match="hooks"):
+        FusedIdefics2Encoder(tower)
+
+
+def test_a_module_that_is_wrapped_between_captures_is_seen(
+    encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with captured_encoder(
+        EncoderOptions(architecture=GEMMA3, settings=SETTINGS | {"fused": "on"})
+    ) as manager:
+        assert manager.adapter.fused
+        mlp = manager.model.vision_tower.vision_model.encoder.layers[0].mlp
+        with counted_calls(mlp):
+            manager.capture()
+            assert not manager.adapter.fused and manager.is_captured()
+        manager.capture()
+        assert manager.adapter.fused and manager.is_captured()
 
 
 # -- The choice ---------------------------------------------------------------------

@@ -159,6 +159,22 @@ def test_capturing_again_reads_the_new_weights(
     assert relative_norm(output, expected) < 1e-4
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_tower_replaced_since_is_the_one_that_is_captured(
+    manager: EncoderCudaGraphManager, cleared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without being told, or having encoded anything between."""
+    if cleared:
+        manager.clear()
+    other = make_other_tower(manager)
+    monkeypatch.setitem(manager.model._modules, "vision_tower", other)
+    manager.capture()
+    mm_kwargs = make_inputs(manager)
+    (output,) = manager.execute(mm_kwargs) or ()
+    (expected,) = eager_embeddings(manager.model, mm_kwargs)
+    assert relative_norm(output, expected) < 1e-4
+
+
 def make_other_tower(manager: EncoderCudaGraphManager) -> torch.nn.Module:
     """A tower of other weights, by way of an attribute that holds it."""
     tower = manager.model.vision_tower

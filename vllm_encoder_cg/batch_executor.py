@@ -21,7 +21,7 @@ from vllm_encoder_cg.plan_runner import PlanRunner
 from vllm_encoder_cg.planning.planner import Planner
 from vllm_encoder_cg.planning.plans import Plan
 from vllm_encoder_cg.planning.sharding import PathRate, assign_items, place, weigh_items
-from vllm_encoder_cg.ranks import EncoderRanks
+from vllm_encoder_cg.ranks import EncoderRanks, OutOfStepError
 
 
 class BatchExecutor:
@@ -112,7 +112,15 @@ class BatchExecutor:
                 self.log.refused(len(batch.specs), EagerReason.DROPPED_GRAPH)
             return None
         assert batch is not None and rows is not None
-        embeddings = self._gather.gather(rows, specs, assignment)
+        try:
+            embeddings = self._gather.gather(rows, specs, assignment)
+        except Exception as error:
+            # The others are inside the exchange, and cannot be told.
+            raise OutOfStepError(
+                "encoder CUDA graphs: the exchange of embeddings failed on rank "
+                f"{self._ranks.rank} of {self._ranks.size}; another rank may have "
+                f"ended, and its log says why ({type(error).__name__}: {error})"
+            ) from error
         self.log.finished(batch, plan, embeddings)
         return embeddings
 

@@ -83,6 +83,9 @@ class EmbeddingGather:
         """What this rank puts into the gather: its items' rows, and behind them
         what makes an even one even.
 
+        That there is memory for what comes out of the gather is seen here, while the
+        ranks may still decide to do something else.
+
         Args:
             outputs: one per item of this rank.
             specs: of the batch.
@@ -100,15 +103,22 @@ class EmbeddingGather:
                 )
         counts = assignment.tokens
         own = counts[self._ranks.rank]
-        length = own if self.is_uneven(counts) else max(counts)
-        rows = torch.empty(
-            (length, self._width), dtype=self._dtype, device=self._device
-        )
+        if self.is_uneven(counts):
+            length, gathered = own, sum(counts)
+        else:
+            length, gathered = max(counts), max(counts) * len(counts)
+        rows = self._empty(length)
+        # The allocator keeps it for the gather.
+        self._empty(gathered)
         if own:
             parts = rows[:own].split([specs[i].output_tokens for i in items])
             for part, output in zip(parts, outputs, strict=True):
                 part.copy_(output)
         return rows
+
+    def _empty(self, rows: int) -> torch.Tensor:
+        size = (rows, self._width)
+        return torch.empty(size, dtype=self._dtype, device=self._device)
 
     def gather(
         self,

@@ -71,6 +71,7 @@ class EncoderCudaGraphManager:
         self.adapter: EncoderAdapter
         self.adapter, self.inactive_reason = adapt(model, vllm_config)
         self.inactive_reason = self.inactive_reason or stage_refusal(vllm_config)
+        self._was_captured = False
         self._capture_time = Stopwatch()
         self.stats = EncoderStats()
         self._timer = StepTimer(self.device, self.stats)
@@ -186,10 +187,11 @@ class EncoderCudaGraphManager:
         """
         watch = Stopwatch()
         refusal = None
-        if self._executor is not None and self._executor.stale:
-            # Perhaps a module that the adapter holds is another now.
+        if self._was_captured:
+            # Perhaps a module that the adapter holds is another now, or is wrapped.
             self.adapter, refusal = adapt(self.model, self.vllm_config)
             self._check = self._make_check()
+        self._was_captured = True
         self.clear()
         if not self._shapes:
             return

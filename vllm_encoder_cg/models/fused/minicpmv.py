@@ -39,6 +39,9 @@ class FusedIdefics2Encoder:
         layers = tower.encoder.layers
         self.attention = layers[0].self_attn.attn
         """vLLM's layer, whose backend all have."""
+        for layer in layers:
+            # vLLM itself leaves it out, and masks.
+            expect(layer.self_attn.attn, "MMEncoderAttention")
         backend = self.attention.attn_backend.name
         if backend not in _ROW_OFFSETS:
             raise FusionRefusedError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's linears, norms and activations as a fused block calls them.
 
-A linear, norm or activation that is not exactly of a class known here, or has forward
-hooks, is called as it is; of any other module a fused tower has to know the class
-(``expect``).
+A linear, norm or activation that is not exactly of a class known here, or whose
+forward was changed on the instance, is called as it is; of any other module a fused
+tower has to know the class (``expect``).
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ class FusionRefusedError(ValueError):
 
 def is_exactly(module: Any, *names: str) -> bool:
     """Whether `module` is of vLLM's class of one of these names, not of a subclass or
-    wrapper, and has no forward hooks."""
+    wrapper, with the forward of that class."""
     kind = type(module)
     return (
         kind.__name__ in names
         and kind.__module__.partition(".")[0] == "vllm"
-        and not has_hooks(module)
+        and not is_changed(module)
     )
 
 
-def has_hooks(module: Any) -> bool:
-    """Whether something watches or changes the forward of a ``torch.nn.Module``."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def is_changed(module: Any) -> bool:
+    """Whether a ``torch.nn.Module`` has forward hooks, or a forward of its own in place
+    of its class's."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    )
 
 
 def expect(module: Any, name: str) -> None:
@@ -53,9 +56,11 @@ def expect(module: Any, name: str) -> None:
         FusionRefusedError: it is not exactly of vLLM's class `name`.
     """
     if not is_exactly(module, name):
-        hooks = " with forward hooks" if has_hooks(module) else ""
+        changed = ""
+        if isinstance(module, torch.nn.Module) and is_changed(module):
+            changed = " with forward hooks or another forward"
         raise FusionRefusedError(
-            f"it has a {type(module).__name__}{hooks} where a {name} is known"
+            f"it has a {type(module).__name__}{changed} where a {name} is known"
         )
 
 
@@ -103,7 +108,7 @@ class Norm:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._centred = is_exactly(module, "LayerNorm") or (
-            type(module) is torch.nn.LayerNorm and not has_hooks(module)
+            type(module) is torch.nn.LayerNorm and not is_changed(module)
         )
         self._known = self._centred or (
             is_exactly(module, "RMSNorm") and module.variance_size_override is None
@@ -194,10 +199,12 @@ class Activation:
 
 def _activation_kind(module: Any) -> str | None:
     """Its name in ``kernels.reference.ACTIVATIONS``; None: unknown."""
-    if isinstance(module, torch.nn.Module) and has_hooks(module):
+    if isinstance(module, torch.nn.Module) and is_changed(module):
         return None
     if type(module) is torch.nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
+    if type(module).__module__.partition(".")[0] not in ("transformers", "vllm"):
+        return None
     return {
         "GELUTanh": "gelu_tanh",
         "PytorchGELUTanh": "gelu_tanh",
