@@ -69,7 +69,7 @@ def compare() -> None:
             mock.patch.object(modules, "is_plain", lambda module: False),
             mock.patch.object(blocks, "is_plain", lambda module: True),
             mock.patch.object(attention, "HALVES", (torch.float32,)),
-            mock.patch.object(attention, "_ROW_OFFSETS", ("TORCH_SDPA",)),
+            mock.patch.object(attention, "ROW_OFFSETS", ("TORCH_SDPA",)),
             counted(rotate_heads, "rotate_heads"),
             counted(short_attention, "short_attention"),
             counted(window_attention, "window_attention"),

@@ -68,6 +68,7 @@ def captured_encoder(options: EncoderOptions) -> Iterator[EncoderCudaGraphManage
     from vllm_encoder_cg.samples.model_builder import (
         build_model,
         make_vllm_config,
+        numbered_device,
         single_rank,
     )
 
@@ -92,23 +93,12 @@ def captured_encoder(options: EncoderOptions) -> Iterator[EncoderCudaGraphManage
             model = build_model(vllm_config)
             manager = EncoderCudaGraphManager(
                 vllm_config,
-                _device(vllm_config),
+                numbered_device(vllm_config),
                 vllm_config.model_config.dtype,
                 model,
             )
             manager.capture()
             yield manager
-
-
-def _device(vllm_config: Any) -> Any:
-    """With its number, as vLLM's worker gives it: PyTorch otherwise looks for the
-    current one at each call."""
-    import torch
-
-    device = vllm_config.device_config.device
-    if device.type != "cuda":
-        return device
-    return torch.device(device.type, torch.cuda.current_device())
 
 
 def _engine_args(options: EncoderOptions, folder: Path) -> dict[str, Any]:

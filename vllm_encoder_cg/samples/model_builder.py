@@ -120,6 +120,17 @@ def build_model(vllm_config: Any) -> Any:
     return model
 
 
+def numbered_device(vllm_config: Any) -> Any:
+    """The configured ``torch.device`` with its number, as vLLM's worker gives it:
+    PyTorch otherwise looks for the current one at each call."""
+    import torch
+
+    device = vllm_config.device_config.device
+    if device.type != "cuda":
+        return device
+    return torch.device(device.type, torch.cuda.current_device())
+
+
 def _make_inputs_contiguous(model: Any) -> None:
     """Lets Llama 4's patch embedding, whose input is transposed, run on vLLM's
     linear layers for CPUs, which refuse that."""

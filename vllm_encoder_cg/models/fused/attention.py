@@ -25,7 +25,7 @@ from vllm_encoder_cg.kernels.short_rows import AttendOnce, short_rows
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
 from vllm_encoder_cg.models.fused.modules import HALVES, Norm, is_exactly, linear
 
-_ROW_OFFSETS = ("FLASH_ATTN", "TRITON_ATTN")
+ROW_OFFSETS = ("FLASH_ATTN", "TRITON_ATTN")
 """Backends whose ``cu_seqlens`` are rows."""
 _MAX_HEAD_SIZE = 128
 """Whose blocks fit the shared memory of any GPU."""
@@ -98,7 +98,7 @@ class Attend(ABC):
         self._make_output = torch.zeros if keep_finite else torch.empty
         self.own_kernels = (
             known
-            and name in _ROW_OFFSETS
+            and name in ROW_OFFSETS
             and layer.head_size <= _MAX_HEAD_SIZE
             and layer.dtype in HALVES
             and not keep_finite

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from vllm_encoder_cg.models.attention_tables import AttentionArguments
-from vllm_encoder_cg.models.fused.attention import SequenceAttention
+from vllm_encoder_cg.models.fused.attention import ROW_OFFSETS, SequenceAttention
 from vllm_encoder_cg.models.fused.blocks import run_alike
 from vllm_encoder_cg.models.fused.modules import FusionRefusedError, Norm, expect
 from vllm_encoder_cg.models.fused.siglip_layer import siglip_block
 
-_ROW_OFFSETS = ("FLASH_ATTN", "TORCH_SDPA", "TRITON_ATTN")
-"""Backends whose ``cu_seqlens`` are rows, which the graph computes."""
+_BACKENDS = (*ROW_OFFSETS, "TORCH_SDPA")
+"""Whose ``cu_seqlens`` the forward can compute.  TORCH_SDPA reads them on the host,
+which only a CPU can."""
 
 
 class FusedIdefics2Encoder:
@@ -43,7 +44,7 @@ class FusedIdefics2Encoder:
             # vLLM itself leaves it out, and masks.
             expect(layer.self_attn.attn, "MMEncoderAttention")
         backend = self.attention.attn_backend.name
-        if backend not in _ROW_OFFSETS:
+        if backend not in _BACKENDS:
             raise FusionRefusedError(
                 f"{backend} takes tables that a graph cannot make of grids; use "
                 "--mm-encoder-attn-backend FLASH_ATTN"

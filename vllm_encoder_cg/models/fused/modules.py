@@ -42,9 +42,9 @@ def is_exactly(module: Any, *names: str) -> bool:
 
 
 def is_changed(module: Any) -> bool:
-    """Whether a ``torch.nn.Module`` has forward hooks, or a forward of its own in place
-    of its class's."""
-    return bool(
+    """Whether it is a ``torch.nn.Module`` that has forward hooks, or a forward of its
+    own in place of its class's."""
+    return isinstance(module, torch.nn.Module) and bool(
         module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     )
 
@@ -56,9 +56,7 @@ def expect(module: Any, name: str) -> None:
         FusionRefusedError: it is not exactly of vLLM's class `name`.
     """
     if not is_exactly(module, name):
-        changed = ""
-        if isinstance(module, torch.nn.Module) and is_changed(module):
-            changed = " with forward hooks or another forward"
+        changed = " with forward hooks or another forward" if is_changed(module) else ""
         raise FusionRefusedError(
             f"it has a {type(module).__name__}{changed} where a {name} is known"
         )
@@ -199,7 +197,7 @@ class Activation:
 
 def _activation_kind(module: Any) -> str | None:
     """Its name in ``kernels.reference.ACTIVATIONS``; None: unknown."""
-    if isinstance(module, torch.nn.Module) and is_changed(module):
+    if is_changed(module):
         return None
     if type(module) is torch.nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
