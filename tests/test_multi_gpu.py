@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.mm_processor import engines
 from benchmarks.multi_gpu import __main__ as script
 from benchmarks.multi_gpu import bench_processor, on_ranks
 from benchmarks.multi_gpu.__main__ import main, parse_arguments
@@ -303,8 +304,8 @@ def test_ways_of_a_backend_start_together(
 
     monkeypatch.setattr(bench_processor, "make_checkpoint", lambda *_: tmp_path)
     monkeypatch.setattr(bench_processor, "started", started)
-    monkeypatch.setattr(bench_processor, "wait_until_ready", lambda *_: None)
-    monkeypatch.setattr(bench_processor, "measure", measure)
+    monkeypatch.setattr(engines, "wait_until_ready", lambda *_: None)
+    monkeypatch.setattr(engines, "measure", measure)
     results, limit = Results(tmp_path / "rows.jsonl"), TimeLimit(seconds, 100)
     bench_processor.bench_mm_processor(
         2, "small", ["A", "B"], tmp_path, 5, results, limit

@@ -8,8 +8,8 @@ model; images are random.  Workloads:
 
 - ``mixed``: one image per prompt, half 480x640 and half 336x336;
 - ``wide``: one to four images per prompt, from 224x224 to 1920x1080;
-- ``twenty``: 20 images of 336x336 per prompt, with the budgets of vLLM's published
-  figures for several GPUs, here on one.
+- ``twenty``: 20 images of 336x336 per prompt; in-tree has the budgets of vLLM's
+  published figures for several GPUs, here on one.
 
 Each way is an engine of its own.  Those of a workload start together, since that
 takes most of the time, and are then timed one after another, while the others wait
@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mm_processor.engines import measure, started, wait_until_ready
+from benchmarks.mm_processor.engines import measure_in_turn, started
 from benchmarks.mm_processor.tables import describe, markdown, verdict
 from benchmarks.mm_processor.workloads import (
     ARCHITECTURE,
@@ -123,12 +123,9 @@ def run(
     }
     environments = {way: {DISABLE: "1"} if way == "in-tree" else {} for way in ways}
     with started(commands, environments, folder) as engines:
-        wait_until_ready(engines, args.timeout)
-        for engine in engines:
-            try:
-                found = measure(engine, args.timeout)
-            except RuntimeError as error:
-                attempts.problems.append(f"{name}, {backend}, {engine.way}: {error}")
+        for way, found in measure_in_turn(engines, lambda: args.timeout):
+            if isinstance(found, RuntimeError):
+                attempts.problems.append(f"{name}, {backend}, {way}: {found}")
                 print(attempts.problems[-1], flush=True)
                 continue
             keep(
@@ -136,11 +133,11 @@ def run(
                     "architecture": ARCHITECTURE,
                     "workload": name,
                     "backend": backend,
-                    "way": engine.way,
+                    "way": way,
                     **found,
                 }
             )
-            if engine.way == "ours" and not found["hit_rate_percent"]:
+            if way == "ours" and not found["hit_rate_percent"]:
                 attempts.problems.append(f"{name}, {backend}: no hits in the log")
 
 

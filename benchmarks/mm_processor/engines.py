@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,23 @@ def wait_until_ready(engines: Sequence[Engine], limit_s: float) -> None:
         if all([engine.is_ready() or engine.has_ended() for engine in engines]):  # noqa: C419
             return
         time.sleep(0.1)
+
+
+def measure_in_turn(
+    engines: Sequence[Engine], limit_s: Callable[[], float]
+) -> Iterator[tuple[str, dict[str, Any] | RuntimeError]]:
+    """Per way what its engine measured, or why it did not; one that fails does not end
+    the others.
+
+    Args:
+        limit_s: seconds for the common start, and then for each run.
+    """
+    wait_until_ready(engines, limit_s())
+    for engine in engines:
+        try:
+            yield engine.way, measure(engine, limit_s())
+        except RuntimeError as error:
+            yield engine.way, error
 
 
 def measure(engine: Engine, limit_s: float) -> dict[str, Any]:

@@ -6,15 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mm_processor.engines import measure, started, wait_until_ready
-from benchmarks.mm_processor.workloads import REFERENCE_ITEMS, random_images
+from benchmarks.mm_processor.engines import measure_in_turn, started
+from benchmarks.mm_processor.workloads import random_images
 from benchmarks.multi_gpu.engines import (
     engine_args,
     make_checkpoint,
     make_environment,
 )
 from benchmarks.multi_gpu.results import NOT_BEGUN, Results, TimeLimit
-from benchmarks.multi_gpu.setup import IN_TREE_BUDGETS
+from benchmarks.multi_gpu.setup import IN_TREE_GRAPHS
 from vllm_encoder_cg.benchmarking.engine_options import as_options
 from vllm_encoder_cg.integration.environment import DISABLE
 
@@ -31,14 +31,10 @@ def bench_mm_processor(
     """A row per backend and way; the engines of a backend start together, since that
     takes most of the time, and are timed one after another."""
     checkpoint = make_checkpoint(ranks, vision, folder)
-    in_tree = {
-        "cudagraph_mm_encoder": True,
-        "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS[vision],
-        "encoder_cudagraph_max_vision_items_per_batch": REFERENCE_ITEMS,
-    }
+    graphs_on = {"cudagraph_mm_encoder": True}
     ways: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-        "ours": ({"cudagraph_mm_encoder": True}, {}),
-        "in-tree": (in_tree, {DISABLE: "1"}),
+        "ours": (graphs_on, {}),
+        "in-tree": (graphs_on | IN_TREE_GRAPHS[vision], {DISABLE: "1"}),
         "eager": ({}, {}),
     }
     for backend in backends:
@@ -58,22 +54,19 @@ def bench_mm_processor(
             commands[way] = ["bench", "mm-processor", *as_options(options)]
             environments[way] = make_environment() | environment
         with started(commands, environments, of_backend) as engines:
-            wait_until_ready(engines, limit.of_step)
-            for engine in engines:
-                try:
-                    measured = measure(engine, limit.of_step)
-                except RuntimeError as error:
-                    results.add_problem("mm-processor", names[engine.way], str(error))
+            for way, found in measure_in_turn(engines, lambda: limit.of_step):
+                if isinstance(found, RuntimeError):
+                    results.add_problem("mm-processor", names[way], str(found))
                     continue
                 results.add(
                     {
                         "part": "mm-processor",
                         "bench": f"mm-processor, {backend}",
                         "ranks": ranks,
-                        "way": engine.way,
-                        "requests": measured["prompts"],
-                        "mean_ms": measured["mean_encoder_forward_ms"],
-                        "p99_ms": measured["p99_encoder_forward_ms"],
+                        "way": way,
+                        "requests": found["prompts"],
+                        "mean_ms": found["mean_encoder_forward_ms"],
+                        "p99_ms": found["p99_encoder_forward_ms"],
                     }
                 )
 

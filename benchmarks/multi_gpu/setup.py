@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mm_processor.workloads import REFERENCE_BUDGETS
+from benchmarks.mm_processor.workloads import REFERENCE_GRAPHS
 
 QWEN3 = "Qwen3VLForConditionalGeneration"
 INTERNVL = "InternVLChatModel"
 DEEPSEEK = "DeepseekOCRForCausalLM"
 ARCHITECTURES = (QWEN3, INTERNVL, DEEPSEEK)
 
-IN_TREE_BUDGETS = {
-    "released": list(REFERENCE_BUDGETS),
-    "small": [64, 128, 256],
+IN_TREE_GRAPHS = {
+    "released": REFERENCE_GRAPHS,
+    "small": REFERENCE_GRAPHS | {"encoder_cudagraph_token_budgets": [64, 128, 256]},
 }
+"""Of ``compilation_config``, by the size of the tower."""
 
 MAX_TOKENS = {
     "released": {QWEN3: 8192, INTERNVL: 4096, DEEPSEEK: 1024},
@@ -95,13 +96,13 @@ def built(encoder: Encoder, ranks: int, checkpoint: Path) -> Iterator[Any]:
     from vllm.config import set_current_vllm_config
 
     from vllm_encoder_cg.manager import EncoderCudaGraphManager
-    from vllm_encoder_cg.samples.model_builder import build_model
+    from vllm_encoder_cg.samples.model_builder import build_model, numbered_device
 
     vllm_config = make_config(encoder, ranks, checkpoint)
     with _small_enough(encoder), set_current_vllm_config(vllm_config):
         manager = EncoderCudaGraphManager(
             vllm_config,
-            vllm_config.device_config.device,
+            numbered_device(vllm_config),
             vllm_config.model_config.dtype,
             build_model(vllm_config),
         )

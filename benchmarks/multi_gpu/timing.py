@@ -20,11 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mm_processor.workloads import REFERENCE_ITEMS
 from benchmarks.multi_gpu.on_ranks import run_encoders
 from benchmarks.multi_gpu.results import Results, Row, TimeLimit
 from benchmarks.multi_gpu.setup import (
-    IN_TREE_BUDGETS,
+    IN_TREE_GRAPHS,
     Encoder,
     built,
     capture,
@@ -147,10 +146,7 @@ def _with_budgets(
 ) -> tuple[Any, str | None]:
     """A manager for the model of `ours`, captured with the reference design's
     budgets; and why there is none on a rank, if so."""
-    fields = {
-        "encoder_cudagraph_token_budgets": IN_TREE_BUDGETS[encoder.vision],
-        "encoder_cudagraph_max_vision_items_per_batch": REFERENCE_ITEMS,
-    }
+    fields = IN_TREE_GRAPHS[encoder.vision]
     manager = problem = None
     try:
         with _changed(ours.vllm_config.compilation_config, fields):
