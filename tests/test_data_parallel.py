@@ -64,7 +64,7 @@ def faults() -> Outcomes:
 @pytest.fixture(scope="module")
 def faults_of_four() -> Outcomes:
     """The part of it that might go well with two ranks only."""
-    names = ("uneven", "cannot start", "capture fails", "batch fails")
+    names = ("uneven", "cannot start", "capture fails", "batch fails", "late")
     return run_on_ranks(faults_on_rank, 4, names, timeout_s=300)
 
 
@@ -237,6 +237,18 @@ def test_a_batch_that_raises_goes_to_the_model_on_all_ranks(
     by_rank = [of[f"{mode}: batch fails"] for of in some_faults]
     for number, outcomes in enumerate(zip(*by_rank, strict=True)):
         assert_right(outcomes, encoded=number % 2 == 1)
+
+
+def test_a_rank_that_is_always_late_has_less_to_do(some_faults: Outcomes) -> None:
+    """The others would wait for it; all ranks expect the same of it, though one of
+    them failed meanwhile."""
+    by_rank = [of["data: late"] for of in some_faults]
+    for number, outcomes in enumerate(zip(*by_rank, strict=True)):
+        assert_right(outcomes, encoded=number != 1)
+    items = [[each.replayed + each.eager for each in of] for of in by_rank]
+    assert items[-1][0] > 0
+    assert items[-1][-1] == 0
+    assert sum(of[-1] for of in items) == len(TOY_ITEMS)
 
 
 @each_mode

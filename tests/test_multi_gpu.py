@@ -308,7 +308,7 @@ def test_ways_of_a_backend_start_together(
     monkeypatch.setattr(engines, "measure", measure)
     results, limit = Results(tmp_path / "rows.jsonl"), TimeLimit(seconds, 100)
     bench_processor.bench_mm_processor(
-        2, "small", ["A", "B"], tmp_path, 5, results, limit
+        2, "small", ["A", "B"], tmp_path, 5, 512, results, limit
     )
     rows = results.rows()
     if limit.is_up:

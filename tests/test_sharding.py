@@ -77,6 +77,36 @@ def test_one_huge_item_has_a_rank_to_itself() -> None:
     assert assign(10, 10, 4000, 10, 10).items == ((2,), (0, 1, 3, 4))
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 30), max_size=12),
+    st.lists(st.integers(0, 60), min_size=1, max_size=4),
+)
+def test_no_rank_ends_much_later_than_another(
+    weights: list[int], late_by: list[int]
+) -> None:
+    """Those that begin late are given less: none ends later than it begins, or later
+    than any other by more than an item."""
+    specs = [item(weight) for weight in weights]
+    assignment = assign_items(specs, len(late_by), weights, late_by)
+    ends = [a + b for a, b in zip(late_by, assignment.tokens, strict=True)]
+    for late, end in zip(late_by, ends, strict=True):
+        assert end == late or end - min(ends) <= max(weights)
+
+
+def test_a_rank_that_is_too_late_has_nothing() -> None:
+    specs = [item(10)] * 4
+    assignment = assign_items(specs, 2, [10.0] * 4, [0.0, 25.0])
+    assert [len(items) for items in assignment.items] == [3, 1]
+    assignment = assign_items(specs, 2, [10.0] * 4, [40.0, 0.0])
+    assert assignment.items == ((), (0, 1, 2, 3))
+
+
+def test_one_delay_per_rank() -> None:
+    with pytest.raises(ValueError, match="late_by: got 1 for 2 ranks"):
+        assign_items([item(1)], 2, [1.0], [0.0])
+
+
 def test_more_ranks_than_items() -> None:
     assignment = assign(5, 9, ranks=4)
     assert assignment.items == ((1,), (0,), (), ())

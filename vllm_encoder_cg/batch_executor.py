@@ -8,19 +8,27 @@ path, which decides what a batch deserves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vllm_encoder_cg.adapter import EncoderAdapter
 from vllm_encoder_cg.data_parallel import EmbeddingGather
-from vllm_encoder_cg.definitions import EagerReason
+from vllm_encoder_cg.definitions import EagerReason, EncoderItemSpec
+from vllm_encoder_cg.exchange_clock import UNKNOWN, ExchangeClock
 from vllm_encoder_cg.observability.batch_log import BatchLog
 from vllm_encoder_cg.plan_runner import PlanRunner
+from vllm_encoder_cg.planning.delays import RankDelays
 from vllm_encoder_cg.planning.planner import Planner
 from vllm_encoder_cg.planning.plans import Plan
-from vllm_encoder_cg.planning.sharding import PathRate, assign_items, place, weigh_items
+from vllm_encoder_cg.planning.sharding import (
+    Assignment,
+    PathRate,
+    assign_items,
+    place,
+    weigh_items,
+)
 from vllm_encoder_cg.ranks import EncoderRanks, OutOfStepError
 
 
@@ -51,6 +59,10 @@ class BatchExecutor:
         self._ranks = ranks
         self._gather = gather
         self._rates = rates
+        self._clock = ExchangeClock(gather.device)
+        self._delays = RankDelays(ranks.size)
+        self._last_work = 0.0
+        """Of the last batch that was exchanged, so the same on all ranks."""
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """One embedding per item; None: the batch is for vLLM's own path."""
@@ -88,7 +100,10 @@ class BatchExecutor:
         failure) ends here: all ranks take part in the exchange, or none does.
         """
         batch = rows = None
+        elapsed_us, work = UNKNOWN, 0.0
         try:
+            elapsed_us = self._clock.elapsed_us()
+            self._clock.begin()
             batch = self._adapter.parse(mm_kwargs)
             if batch is None:  # of equal arguments, so on every rank
                 self.log.refused()
@@ -96,8 +111,7 @@ class BatchExecutor:
             self.log.received(batch)
             specs = batch.specs
             if not self.stale:
-                weights = weigh_items(specs, self._rates)
-                assignment = assign_items(specs, self._ranks.size, weights)
+                assignment, work = self._assign(specs)
                 items = assignment.items[self._ranks.rank]
                 plan = place(self.planner.plan([specs[i] for i in items]), items)
                 outputs, plan = self._runner.run(batch, plan)
@@ -105,7 +119,9 @@ class BatchExecutor:
         except Exception:
             self.log.failed(batch)
         # On the host, while the GPU is busy with the rows.
-        if not self._ranks.all(rows is not None):
+        agreed, elapsed = self._ranks.vote(rows is not None, elapsed_us)
+        self._delays.observe([us / 1e3 for us in elapsed], self._last_work)
+        if not agreed:
             if rows is not None and batch is not None:
                 self.log.refused(len(batch.specs), EagerReason.FAILED)
             elif self.stale and batch is not None:
@@ -121,8 +137,18 @@ class BatchExecutor:
                 f"{self._ranks.rank} of {self._ranks.size}; another rank may have "
                 f"ended, and its log says why ({type(error).__name__}: {error})"
             ) from error
+        self._clock.end()
+        self._last_work = work
         self.log.finished(batch, plan, embeddings)
         return embeddings
+
+    def _assign(self, specs: Sequence[EncoderItemSpec]) -> tuple[Assignment, float]:
+        """Which rank encodes what, the same on all ranks; and what all items weigh."""
+        weights = weigh_items(specs, self._rates)
+        work = sum(weights)
+        # Input sizes are no times, which delays could be added to.
+        late_by = None if self._rates is None else self._delays.expect(work)
+        return assign_items(specs, self._ranks.size, weights, late_by), work
 
 
 def _wholly_eager(plan: Plan) -> bool:

@@ -45,7 +45,7 @@ class EmbeddingGather:
         self._ranks = ranks
         self._width = width
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self.uneven_cost = math.inf
         """Time of an uneven gather over that of an even one of as many rows; inf:
         there is no uneven one."""
@@ -57,7 +57,7 @@ class EmbeddingGather:
         rows = torch.zeros(
             (counts[self._ranks.rank], self._width),
             dtype=self._dtype,
-            device=self._device,
+            device=self.device,
         )
         group = self._ranks.group
         try:
@@ -118,7 +118,7 @@ class EmbeddingGather:
 
     def _empty(self, rows: int) -> torch.Tensor:
         size = (rows, self._width)
-        return torch.empty(size, dtype=self._dtype, device=self._device)
+        return torch.empty(size, dtype=self._dtype, device=self.device)
 
     def gather(
         self,

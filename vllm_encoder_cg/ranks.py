@@ -115,12 +115,29 @@ class EncoderRanks:
         """
         if self.size == 1:
             return int(yes)
+        return self._add_up([int(yes)], timeout_s)[0]
+
+    def vote(self, yes: bool, number: int) -> tuple[bool, list[int]]:
+        """Whether every rank says yes, and a number of each, by rank.
+
+        Raises:
+            OutOfStepError: another rank has ended, or the group waited in vain.
+        """
+        if self.size == 1:
+            return yes, [number]
+        numbers = [0] * self.size
+        numbers[self.rank] = number
+        votes, *numbers = self._add_up([int(yes), *numbers], None)
+        return votes == self.size, numbers
+
+    def _add_up(self, numbers: list[int], timeout_s: float | None) -> list[int]:
+        """The sums over the ranks."""
         # Gloo writes to the tensor from a thread without inference mode.
         with torch.inference_mode(False):
-            votes = torch.tensor([int(yes)])
+            sums = torch.tensor(numbers)
             try:
                 work = torch.distributed.all_reduce(
-                    votes, group=self.group.cpu_group, async_op=True
+                    sums, group=self.group.cpu_group, async_op=True
                 )
                 if timeout_s is None:
                     work.wait()
@@ -136,7 +153,7 @@ class EncoderRanks:
                     "encoder CUDA graphs: another rank of the tensor-parallel group "
                     f"has ended{late}; its log says why ({error})"
                 ) from error
-            return int(votes)
+            return sums.tolist()
 
     def all(self, yes: bool) -> bool:
         """Whether every rank says yes."""

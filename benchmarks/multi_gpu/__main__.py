@@ -33,6 +33,9 @@ from vllm_encoder_cg.benchmarking.scripts import prepare_environment, verdict_li
 
 PARTS = ("correctness", "timing", "mm-processor", "tokens")
 MODES = ("data", "weights")
+BATCHED_TOKENS = {"released": 16384, "small": 512}
+"""vLLM's default for its benchmarks on such a GPU (for ``vllm serve`` it is 8192), and
+what fits the small model."""
 
 # vLLM has further all-reduces, which need NVLink multicast: not every machine, and no
 # virtual one, can share it.  All ways are compared without.
@@ -50,17 +53,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--modes", nargs="+", choices=MODES, default=list(MODES))
     add("--backends", nargs="+", default=["FLASH_ATTN", "FLASHINFER"])
     add("--batches", type=int, default=50, help="random batches, or prompts")
+    batched = "vLLM's max_num_batched_tokens, in part mm-processor"
+    add("--batched-tokens", type=int, default=0, help=f"{batched} (default: vLLM's)")
     add("--rounds", type=int, default=200, help="timed requests per way")
-    add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    add("--layouts", nargs="+", choices=LAYOUTS, default=[], help="default: all")
     add("--jobs", type=int, default=0, help="engines at once, in part tokens")
     limit = ("--limit-s", "--stop-after")
     add(*limit, type=float, default=3600, help="seconds for all parts together")
     add("--step-limit-s", type=float, default=300, help="for each start of ranks")
     options = parser.parse_args(arguments)
-    for name in ("ranks", "batches", "jobs"):
+    for name in ("ranks", "batches", "batched_tokens", "jobs"):
         if getattr(options, name) < 0:
             value = getattr(options, name)
-            parser.error(f"--{name}: got {value}; use a positive number")
+            option = name.replace("_", "-")
+            parser.error(f"--{option}: got {value}; use a positive number")
     if options.rounds < 2:
         parser.error(f"--rounds: got {options.rounds}; use at least 2")
     for name in ("limit_s", "step_limit_s"):
@@ -171,6 +177,7 @@ def run_part(
             options.backends,
             folder,
             options.batches,
+            options.batched_tokens or BATCHED_TOKENS[options.vision],
             results,
             limit,
         )

@@ -25,6 +25,7 @@ def bench_mm_processor(
     backends: list[str],
     folder: Path,
     prompts: int,
+    batched_tokens: int,
     results: Results,
     limit: TimeLimit,
 ) -> None:
@@ -47,6 +48,7 @@ def bench_mm_processor(
         commands, environments = {}, {}
         for way, (graphs, environment) in ways.items():
             options = _options(ranks, vision, graphs, prompts) | {
+                "max_num_batched_tokens": batched_tokens,
                 "model": str(checkpoint),
                 "mm_encoder_attn_backend": backend,
                 "output_json": str(of_backend / way / "results.json"),
@@ -65,6 +67,7 @@ def bench_mm_processor(
                         "ranks": ranks,
                         "way": way,
                         "requests": found["prompts"],
+                        "max_num_batched_tokens": batched_tokens,
                         "mean_ms": found["mean_encoder_forward_ms"],
                         "p99_ms": found["p99_encoder_forward_ms"],
                     }

@@ -207,7 +207,9 @@ def _time_exchange(manager: Any, rounds: int) -> list[Row]:
     import torch
 
     ranks, width = manager._ranks, manager.config.out_hidden_size
-    rows: list[Row] = [_exchange_row(ranks, "vote", lambda: ranks.all(True), rounds)]
+    rows: list[Row] = [
+        _exchange_row(ranks, "vote", lambda: ranks.vote(True, 0), rounds)
+    ]
     total = 640 if manager.device.type == "cpu" else 2400
     shares = {
         "equal": [total // ranks.size] * ranks.size,

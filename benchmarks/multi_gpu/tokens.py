@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from benchmarks.multi_gpu.engines import engine_args, make_checkpoint, make_job
 from benchmarks.multi_gpu.processes import run_jobs
 from benchmarks.multi_gpu.results import Results, Row, TimeLimit
 
-LAYOUTS = ("data", "stages", "weights")
-"""Tensor parallel with either mode of the encoder, and a pipeline of two stages."""
+LAYOUTS = ("data", "ray", "stages", "weights")
+"""Tensor parallel with either mode of the encoder, the first also with vLLM's Ray
+executor, and a pipeline of two stages."""
 
 Found = dict[str, Any]
 """What ``engines.generate`` returns."""
@@ -54,6 +56,11 @@ def compare_tokens(
         at_once: engines that run beside each other.
         layouts: of ``LAYOUTS``; none: all.
     """
+    no_ray = why_no_ray()
+    if no_ray is not None and "ray" in layouts:
+        results.add_problem("tokens", "ray", no_ray)
+    elif no_ray is not None and not layouts:
+        print(f"tokens, ray: not run: {no_ray}", flush=True)
     checkpoint = make_checkpoint(ranks, vision, folder)
     engines = {
         each.name: each
@@ -103,11 +110,25 @@ def _runners() -> dict[str, dict[str, str]]:
     return {f"V{1 + new}": {"VLLM_USE_V2_MODEL_RUNNER": str(new)} for new in range(2)}
 
 
+def why_no_ray() -> str | None:
+    """Why no engine with vLLM's Ray executor can be started here; None: it can."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "vLLM has no Ray executor for the CPU"
+    if find_spec("ray") is None:
+        return "Ray is not installed; use pip install ray"
+    return None
+
+
 def _layouts(ranks: int) -> dict[str, tuple[dict[str, Any], int]]:
     """Arguments by name, with the number of ranks that encode."""
     data, weights = ({"mm_encoder_tp_mode": mode} for mode in ("data", "weights"))
     tensor = {"tensor_parallel_size": ranks}
     layouts = {"data": (tensor | data, ranks)}
+    if why_no_ray() is None:
+        ray = {"distributed_executor_backend": "ray"}
+        layouts["ray"] = (tensor | data | ray, ranks)
     if ranks % 2 == 0:
         stages = data | {
             "pipeline_parallel_size": 2,

@@ -8,6 +8,7 @@ one run in one process, and return what the tests look at.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -284,6 +285,27 @@ def _stale_weights(rank: int, size: int, mode: str) -> list[Outcome]:
     return outcomes
 
 
+def _late(rank: int, size: int, mode: str) -> list[Outcome]:
+    """The last rank begins every batch late, by more than a batch takes; the first
+    fails in one of them, or all do where ranks depend on each other."""
+    from vllm_encoder_cg.planning.sharding import PathRate
+
+    on_rank = toy_rank(size, mode)
+    manager = on_rank.manager
+    manager.capture()
+    # As measured on a GPU: a millisecond a token.
+    rates = {path: PathRate(1.0, 0.0) for path in manager.config.paths}
+    manager._executor._rates = rates
+    outcomes = []
+    for number in range(7):
+        if _last(rank, size):
+            time.sleep(0.2)
+        fails = number == 1 and (mode == "weights" or rank == 0)
+        with raising(manager.adapter, "assemble", fails):
+            outcomes.append(run_toy(on_rank, number))
+    return outcomes
+
+
 FAULTS: dict[str, Callable[[int, int, str], Any]] = {
     "nothing": _nothing,
     "uneven": _uneven,
@@ -295,6 +317,7 @@ FAULTS: dict[str, Callable[[int, int, str], Any]] = {
     "check stops the start": _check_stops_the_start,
     "batch fails": _batch_fails,
     "counts": _counts,
+    "late": _late,
     "wrong shape": _wrong_shape,
     "observer fails": _observer_fails,
     "stale weights": _stale_weights,

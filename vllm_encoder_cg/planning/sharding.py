@@ -31,30 +31,41 @@ class Assignment:
 
 
 def assign_items(
-    specs: Sequence[EncoderItemSpec], ranks: int, weights: Sequence[float]
+    specs: Sequence[EncoderItemSpec],
+    ranks: int,
+    weights: Sequence[float],
+    late_by: Sequence[float] | None = None,
 ) -> Assignment:
-    """Balances the weights: heaviest item first, each to the rank that has least.
+    """Balances the weights: heaviest item first, each to the rank that ends first.
 
-    The heaviest rank then has at most 4/3 of what the best assignment would give
-    it.  Ties go to the earlier item and the lower rank.
+    Where all ranks begin at once, the heaviest has at most 4/3 of what the best
+    assignment would give it.  Ties go to the earlier item and the lower rank.
 
     Args:
         weights: per item, a finite number of at least 0.
+        late_by: per rank, how much later than the first it begins, in the unit of
+            the weights; None: all begin at once.
 
     Raises:
-        ValueError: `ranks` is below 1, or there is not one weight per item.
+        ValueError: `ranks` is below 1, or there is not one weight per item or not
+            one delay per rank.
     """
     if ranks < 1:
         raise ValueError(f"ranks: got {ranks}; use at least 1")
     if len(weights) != len(specs):
         raise ValueError(f"weights: got {len(weights)} for {len(specs)} items")
+    if late_by is None:
+        late_by = [0.0] * ranks
+    if len(late_by) != ranks:
+        raise ValueError(f"late_by: got {len(late_by)} for {ranks} ranks")
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    # (weight, items, rank): items without weight spread, too.
-    lightest: list[tuple[float, int, int]] = [(0.0, 0, rank) for rank in range(ranks)]
+    # (end, items, rank): items without weight spread, too.
+    first = [(late, 0, rank) for rank, late in enumerate(late_by)]
+    heapq.heapify(first)
     for i in sorted(range(len(specs)), key=lambda i: -weights[i]):
-        weight, count, rank = lightest[0]
+        end, count, rank = first[0]
         shares[rank].append(i)
-        heapq.heapreplace(lightest, (weight + weights[i], count + 1, rank))
+        heapq.heapreplace(first, (end + weights[i], count + 1, rank))
     return Assignment(
         tuple(tuple(sorted(share)) for share in shares),
         tuple(sum(specs[i].output_tokens for i in share) for share in shares),
