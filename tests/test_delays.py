@@ -41,9 +41,23 @@ def test_ranks_that_are_late_by_turns_are_not_late() -> None:
     assert delays.expect(20.0) == [0.0, 0.0]
 
 
-def test_a_batch_that_one_rank_knows_nothing_of_tells_nothing() -> None:
-    delays = seen(*[([-1.0, 22.0], 40.0)] * 8)
+def test_a_rank_that_is_late_every_other_time_is_not_late() -> None:
+    delays = seen(*[([10.0, 22.0], 40.0), ([10.0, 10.0], 40.0)] * 4)
     assert delays.expect(40.0) == [0.0, 0.0]
+    delays = seen(*[([10.0, 22.0], 40.0)] * 6, *[([10.0, 10.0], 40.0)] * 2)
+    assert delays.expect(40.0) == [12.0, 0.0]
+
+
+def test_late_batches_are_forgotten_while_devices_are_behind_their_hosts() -> None:
+    """No rank can tell the time then, and none is waited for."""
+    late, untold = [([10.0, 22.0], 40.0)] * 8, ([-1.0, 22.0], 40.0)
+    assert seen(*late, untold).expect(40.0) == [12.0, 0.0]
+    assert seen(*late, *[untold] * 4).expect(40.0) == [0.0, 0.0]
+
+
+def test_a_batch_that_was_not_exchanged_tells_nothing() -> None:
+    delays = seen(*[([10.0, 22.0], 40.0)] * 8, *[([-1.0, -1.0], 0.0)] * 8)
+    assert delays.expect(40.0) == [12.0, 0.0]
 
 
 def test_what_is_long_ago_is_forgotten() -> None:

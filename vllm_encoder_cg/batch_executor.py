@@ -16,7 +16,7 @@ import torch
 from vllm_encoder_cg.adapter import EncoderAdapter
 from vllm_encoder_cg.data_parallel import EmbeddingGather
 from vllm_encoder_cg.definitions import EagerReason, EncoderItemSpec
-from vllm_encoder_cg.exchange_clock import UNKNOWN, ExchangeClock
+from vllm_encoder_cg.exchange_clock import ExchangeClock
 from vllm_encoder_cg.observability.batch_log import BatchLog
 from vllm_encoder_cg.plan_runner import PlanRunner
 from vllm_encoder_cg.planning.delays import RankDelays
@@ -62,7 +62,8 @@ class BatchExecutor:
         self._clock = ExchangeClock(gather.device)
         self._delays = RankDelays(ranks.size)
         self._last_work = 0.0
-        """Of the last batch that was exchanged, so the same on all ranks."""
+        """Of the batch that was last exchanged, so the same on all ranks; 0: that one
+        was noted, or there is none."""
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """One embedding per item; None: the batch is for vLLM's own path."""
@@ -100,10 +101,10 @@ class BatchExecutor:
         failure) ends here: all ranks take part in the exchange, or none does.
         """
         batch = rows = None
-        elapsed_us, work = UNKNOWN, 0.0
+        work = 0.0
+        elapsed_us = self._clock.elapsed_us()
+        self._clock.begin()
         try:
-            elapsed_us = self._clock.elapsed_us()
-            self._clock.begin()
             batch = self._adapter.parse(mm_kwargs)
             if batch is None:  # of equal arguments, so on every rank
                 self.log.refused()
@@ -121,6 +122,7 @@ class BatchExecutor:
         # On the host, while the GPU is busy with the rows.
         agreed, elapsed = self._ranks.vote(rows is not None, elapsed_us)
         self._delays.observe([us / 1e3 for us in elapsed], self._last_work)
+        self._last_work = 0.0
         if not agreed:
             if rows is not None and batch is not None:
                 self.log.refused(len(batch.specs), EagerReason.FAILED)

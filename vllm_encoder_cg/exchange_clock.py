@@ -13,10 +13,15 @@ import time
 import torch
 
 UNKNOWN = -1
+_LONGEST_US = 10**12
+"""Longer than any batch, and small enough for what ranks exchange."""
 
 
 class ExchangeClock:
     """Times each batch, and tells of it before the next.
+
+    Nothing raises: a rank that cannot tell the time says so, and does what the others
+    do.
 
     Args:
         device: of the encoder.
@@ -30,23 +35,26 @@ class ExchangeClock:
                 torch.cuda.Event(enable_timing=True),
             )
         self._times = [0.0, 0.0]
-        self._ended = False
+        self._begun = self._ended = False
 
     def begin(self) -> None:
         """A batch begins; what was not asked about the last one is lost."""
         self._ended = False
-        self._mark(0)
+        self._begun = self._mark(0)
 
     def end(self) -> None:
         """Its exchange is launched, or has ended on a CPU."""
-        self._mark(1)
-        self._ended = True
+        self._ended = self._begun and self._mark(1)
 
-    def _mark(self, which: int) -> None:
-        if self._events is not None:
-            self._events[which].record()
-        else:
+    def _mark(self, which: int) -> bool:
+        if self._events is None:
             self._times[which] = time.perf_counter()
+            return True
+        try:
+            self._events[which].record()
+        except RuntimeError:
+            return False
+        return True
 
     def elapsed_us(self) -> int:
         """Microseconds of the last batch; ``UNKNOWN``: it came to no end, or the
@@ -55,6 +63,13 @@ class ExchangeClock:
             return UNKNOWN
         if self._events is None:
             begin, end = self._times
-            return round((end - begin) * 1e6)
+            return _whole(1e6 * (end - begin))
         first, last = self._events
-        return round(first.elapsed_time(last) * 1e3) if last.query() else UNKNOWN
+        try:
+            return _whole(1e3 * first.elapsed_time(last)) if last.query() else UNKNOWN
+        except RuntimeError:
+            return UNKNOWN
+
+
+def _whole(us: float) -> int:
+    return round(us) if 0 <= us < _LONGEST_US else UNKNOWN

@@ -11,9 +11,8 @@ Pure functions of what all ranks know, so that every rank expects the same.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 WINDOW = 8
 """Batches that are looked back on."""
@@ -24,8 +23,9 @@ ENOUGH = 3
 class RankDelays:
     """What the last batches let expect of the next.
 
-    Expected is the median, so that a rank which is late now and then, or by turns
-    with others, is not taken for late.
+    Expected is a delay that three of four batches had at least, so that a rank which
+    is late now and then, or by turns with others, is not taken for late: giving a
+    punctual rank too little costs as much as giving a late one too much.
 
     Args:
         ranks: their number.
@@ -40,14 +40,16 @@ class RankDelays:
 
         Args:
             elapsed_ms: per rank, from when it began to the end of the exchange, which
-                all leave together; negative: that rank does not know, and the batch
-                tells nothing.
-            work_ms: what all items of the batch weigh together.
+                all leave together; negative: that rank cannot tell yet, so its device
+                is behind its host, and no host was late enough to matter.
+            work_ms: what all items of the batch weigh together; 0: there is nothing to
+                note.
         """
-        if min(elapsed_ms) < 0 or work_ms <= 0:
+        if not work_ms > 0:
             return
-        longest = max(elapsed_ms)
-        self._seen.append(([longest - each for each in elapsed_ms], work_ms))
+        longest = max(elapsed_ms) if min(elapsed_ms) >= 0 else 0.0
+        late = [max(0.0, longest - each) if longest else 0.0 for each in elapsed_ms]
+        self._seen.append((late, work_ms))
 
     def expect(self, work_ms: float) -> list[float]:
         """Milliseconds per rank after the first one, for a batch that weighs `work_ms`.
@@ -59,8 +61,13 @@ class RankDelays:
             return [0.0] * self._ranks
         delays = []
         for rank in range(self._ranks):
-            usual = statistics.median(late[rank] for late, _ in self._seen)
-            share = statistics.median(late[rank] / work for late, work in self._seen)
+            usual = _lower_quartile(late[rank] for late, _ in self._seen)
+            share = _lower_quartile(late[rank] / work for late, work in self._seen)
             delays.append(min(usual, share * work_ms))
         first = min(delays)
         return [delay - first for delay in delays]
+
+
+def _lower_quartile(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4]
