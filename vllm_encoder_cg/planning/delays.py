@@ -6,7 +6,7 @@ vLLM sends the pixels of large batches to one process after another, so that the
 same ranks are late every time, by a good part of what encoding takes.  The next
 batches are shared so that all *end* together.
 
-Pure functions of what all ranks know, so that every rank expects the same.
+Everything here follows from what all ranks know, so that all expect the same.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class RankDelays:
         """
         if not work_ms > 0:
             return
-        longest = max(elapsed_ms) if min(elapsed_ms) >= 0 else 0.0
-        late = [max(0.0, longest - each) if longest else 0.0 for each in elapsed_ms]
-        self._seen.append((late, work_ms))
+        if min(elapsed_ms) < 0:
+            elapsed_ms = [0.0] * self._ranks
+        longest = max(elapsed_ms)
+        self._seen.append(([longest - each for each in elapsed_ms], work_ms))
 
     def expect(self, work_ms: float) -> list[float]:
         """Milliseconds per rank after the first one, for a batch that weighs `work_ms`.
