@@ -160,7 +160,7 @@ def test_an_exchange_that_fails_is_an_error_that_names_the_rank(
 ) -> None:
     gather = make_gathers(2)[1]
     ranks = gather._ranks
-    monkeypatch.setattr(ranks, "all", lambda yes: yes)
+    monkeypatch.setattr(ranks, "vote", lambda yes, us: (yes, [us, us]))
     monkeypatch.setattr(gather, "gather", Mock(side_effect=RuntimeError("closed")))
     specs = [EncoderItemSpec(16, 4)] * 2
     batch = EncoderBatch("image", specs, {}, None)
