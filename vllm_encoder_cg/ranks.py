@@ -113,8 +113,6 @@ class EncoderRanks:
         Raises:
             OutOfStepError: another rank did not come in time, or has ended.
         """
-        if self.size == 1:
-            return int(yes)
         return self._add_up([int(yes)], timeout_s)[0]
 
     def vote(self, yes: bool, number: int) -> tuple[bool, list[int]]:
@@ -123,8 +121,6 @@ class EncoderRanks:
         Raises:
             OutOfStepError: another rank has ended, or the group waited in vain.
         """
-        if self.size == 1:
-            return yes, [number]
         numbers = [0] * self.size
         numbers[self.rank] = number
         votes, *numbers = self._add_up([int(yes), *numbers], None)
@@ -132,6 +128,8 @@ class EncoderRanks:
 
     def _add_up(self, numbers: list[int], timeout_s: float | None) -> list[int]:
         """The sums over the ranks."""
+        if self.size == 1:
+            return numbers
         # Gloo writes to the tensor from a thread without inference mode.
         with torch.inference_mode(False):
             sums = torch.tensor(numbers)

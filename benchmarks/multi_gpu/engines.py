@@ -97,6 +97,8 @@ def make_environment() -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Whose graphs are active is read in the log.
         "VLLM_LOGGING_LEVEL": "INFO",
+        # With Ray, each its own cluster, or one would end with another's.
+        "RAY_ADDRESS": "local",
     }
     if current_platform.is_cpu():
         # Ranks on any number of cores.

@@ -91,9 +91,6 @@ def list_engines(ranks: int, vision: str) -> list[Engine]:
     engines = []
     for layout, (parallel, encoding_ranks) in _layouts(ranks).items():
         for runner, environment in _runners().items():
-            if layout == "ray":
-                # Each its own cluster, or one would end with another's.
-                environment = environment | {"RAY_ADDRESS": "local"}
             for graphs in (True, False) if layout == "data" else (True,):
                 flag = {"cudagraph_mm_encoder": True} if graphs else {}
                 arguments = engine_args(vision, **flag) | parallel
