@@ -64,6 +64,25 @@ def test_checks_and_times_an_encoder(
     assert lines[-1].startswith("verdict: ok: 1 of correctness, ")
 
 
+def test_ranks_that_share_a_gpu_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_part(
+        part: str, ranks: int, options: Any, results: Results, limit: TimeLimit
+    ) -> None:
+        timed = {"encoder": "some", "way": "ours", "mean_ms": 1.0, "p99_ms": 2.0}
+        results.add({"part": part, **timed})
+
+    monkeypatch.setattr(script, "count_gpus", lambda: 1)
+    monkeypatch.setattr(script, "run_part", run_part)
+    code = main(["--ranks", "2", "--output", str(tmp_path)])
+    assert code == 1
+    assert [row["encoder"] for row in read(tmp_path, 2, "correctness")] == ["some"]
+    output = capsys.readouterr().out
+    for part in ("timing", "mm-processor", "tokens"):
+        assert f"{part}, all of it: needs 2 GPUs, not 1" in output
+
+
 def test_a_part_that_fails_is_told_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,8 @@
 Every result is in the output folder, and printed, as soon as there is one.  What fails,
 takes too long or could not be begun is named there, and the exit code is 1.
 
-Without GPUs, ``--vision small`` runs the same on the CPU over gloo.
+Without GPUs, ``--vision small`` runs the same on the CPU over gloo.  With fewer GPUs
+than ranks, part correctness alone runs, with ranks that share them.
 """
 
 from __future__ import annotations
@@ -80,13 +81,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def count_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count() or 2
+    return torch.cuda.device_count()
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     limit = TimeLimit(options.limit_s, options.step_limit_s)
-    ranks = options.ranks or count_gpus()
+    gpus = count_gpus()
+    ranks = options.ranks or gpus or 2
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -95,6 +97,10 @@ def main(arguments: list[str] | None = None) -> int:
     for part in options.parts:
         if limit.is_up:
             results.add_problem(part, "all of it", NOT_BEGUN)
+            continue
+        if 0 < gpus < ranks and part != "correctness":
+            # Ranks that share a GPU wait for each other's turn.
+            results.add_problem(part, "all of it", f"needs {ranks} GPUs, not {gpus}")
             continue
         try:
             run_part(part, ranks, options, results, limit)

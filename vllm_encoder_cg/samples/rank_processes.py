@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a function on several ranks of one tensor-parallel group, without an engine.
 
-A process per rank, each on a GPU of its own; without GPUs, on the CPU with gloo.
+A process per rank, each on a GPU of its own, or sharing those that there are; without
+GPUs, on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -126,16 +127,36 @@ def join(rank: int, size: int, port: int) -> None:
     )
     from vllm.platforms import current_platform
 
+    local_rank = rank
     if current_platform.is_cpu():
         torch.set_num_threads(1)
     else:
-        torch.accelerator.set_device_index(rank)
+        gpus = torch.accelerator.device_count()
+        if gpus < size:
+            _share_gpus(rank)
+        local_rank = rank % gpus
+        torch.accelerator.set_device_index(local_rank)
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(
             world_size=size,
             rank=rank,
-            local_rank=rank,
+            local_rank=local_rank,
             distributed_init_method=f"tcp://127.0.0.1:{port}",
             backend="gloo" if current_platform.is_cpu() else "nccl",
         )
         ensure_model_parallel_initialized(size, 1)
+
+
+def _share_gpus(rank: int) -> None:
+    """Lets ranks have a GPU in common, which is slow, but exchanges the same."""
+    from vllm.distributed.parallel_state import set_custom_all_reduce
+
+    # NCCL refuses a second rank on a GPU of the same host, so each names another host;
+    # they then reach each other over the loopback interface.
+    os.environ |= {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
+    # It maps the memory of other GPUs.
+    set_custom_all_reduce(False)
