@@ -82,6 +82,8 @@ def make_config(encoder: Encoder, ranks: int, checkpoint: Path) -> Any:
         settings={"max_graphs": 6} if encoder.vision == "small" else {},
         max_tokens=MAX_TOKENS[encoder.vision][encoder.architecture],
         tensor_parallel_size=ranks,
+        # vLLM starts no ranks here, so it need not see a GPU for each.
+        distributed_executor_backend="external_launcher" if ranks > 1 else None,
         mm_encoder_tp_mode=encoder.mode,
     )
 
