@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+import vllm_encoder_cg
 from tests.support.engines import (
     ADDITIONAL_CONFIG,
     BUDGETS,
     COMPILATION_CONFIG,
+    engine_args,
     generate,
     in_process_engine,
     make_prompts,
@@ -59,6 +61,22 @@ def test_compilation_config_reaches_the_manager(
     assert manager.get_num_graphs_to_capture() == len(BUDGETS)
     assert manager.get_cumulative_stats()["num_budgets"] == len(BUDGETS)
     assert manager.settings.log_every_items == 3
+
+
+def test_a_wrong_setting_is_raised_by_vllm_llm(sample_checkpoint: Path) -> None:
+    """Though the engine would run in a process of its own."""
+    from vllm import LLM
+
+    # vLLM asks plug-ins once per process, and another test may have taken this back.
+    vllm_encoder_cg.register()
+    wrong = {"encoder_cg": {"memory_limit_gib": -1}}
+    with pytest.raises(ValueError, match=r"memory_limit_gib: got -1; use a number"):
+        LLM(
+            model=str(sample_checkpoint),
+            compilation_config=COMPILATION_CONFIG,
+            additional_config=wrong,
+            **engine_args(),
+        )
 
 
 def test_without_the_flag_there_is_no_manager(

@@ -24,7 +24,10 @@ from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.usefixtures("unregistered")
 
-PROCESS_NAMES = ["vllm.v1.worker.worker_base:WorkerBase.__init__"]
+PROCESS_NAMES = [
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    "vllm.v1.worker.worker_base:WorkerBase.__init__",
+]
 WORKER_NAMES = [
     "vllm.v1.worker.encoder_cudagraph:EncoderCudaGraphManager",
     "vllm.v1.worker.gpu.model_states.interface:EncoderCudaGraphManager",
@@ -91,7 +94,7 @@ def test_vllm_finds_the_entry_point() -> None:
     assert entry_point.load() is vllm_encoder_cg.register
 
 
-def test_a_process_without_a_worker_gets_one_wrapped_constructor() -> None:
+def test_a_process_without_a_worker_gets_two_wrapped_functions() -> None:
     before = _values(WORKER_NAMES)
     vllm_encoder_cg.register()
     assert patches.applied_names() == PROCESS_NAMES
@@ -125,6 +128,49 @@ def test_wrong_settings_end_the_start_before_a_model_is_loaded(
         _build_worker(additional_config)
     # Nobody asked for encoder graphs.
     _build_worker(additional_config, enabled=False)
+
+
+@pytest.mark.parametrize(
+    ("compilation", "additional_config", "message"),
+    [
+        ({}, {"encoder_cg": {"max_graphs": 0}}, r"encoder_cg\.max_graphs: got 0"),
+        ({}, {"encoder_cg": {"laddr": "fine"}}, "did you mean 'ladder'"),
+        (
+            {"encoder_cudagraph_token_budgets": [64, -1]},
+            None,
+            "encoder_cudagraph_token_budgets: got -1",
+        ),
+    ],
+)
+def test_wrong_settings_are_errors_of_the_arguments(
+    compilation: dict[str, Any],
+    additional_config: Any,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=True, **compilation),
+        additional_config=additional_config,
+    )
+
+    def create_engine_config(
+        self: Any, usage_context: Any = None, headless: bool = False
+    ) -> Any:
+        return config
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", create_engine_config)
+    vllm_encoder_cg.register()
+    engine_args: Any = object.__new__(EngineArgs)
+    try:
+        with pytest.raises(ValueError, match=message):
+            engine_args.create_engine_config()
+        config.compilation_config.cudagraph_mm_encoder = False
+        assert engine_args.create_engine_config(headless=True) is config
+    finally:
+        # Before monkeypatch gives vLLM its own back.
+        patches.undo_all()
 
 
 def test_a_later_rank_needs_no_folder_for_the_trace() -> None:

@@ -42,6 +42,7 @@ IMPORTED: dict[str, tuple[int, tuple[str, ...]] | None] = {
     "vllm.distributed:model_parallel_is_initialized": (0, ()),
     "vllm.distributed:parallel_state": None,
     "vllm.distributed.parallel_state:GraphCaptureContext": (1, ()),
+    "vllm.distributed.parallel_state:set_custom_all_reduce": (1, ()),
     "vllm.engine.arg_utils:EngineArgs": (0, ("model", "compilation_config")),
     "vllm.model_executor:model_loader": None,
     "vllm.model_executor.layers.linear:ColumnParallelLinear": None,

@@ -2,7 +2,7 @@
 """The ledger: every name of vLLM that this package replaces, why, and until when.
 
 vLLM has no hook for another encoder CUDA graph manager.  What a process needs is
-decided late: in every process one constructor is wrapped, and only when a worker
+decided late: in every process two functions are wrapped, and only when a worker
 is built there are the others applied, so that API servers and the command line
 import nothing for them.
 """
@@ -123,21 +123,39 @@ def _activate_first(original: Callable[..., None]) -> Callable[..., None]:
         activate_in_worker()
         original(worker, *args, **kwargs)
         if _is_active():
-            early_checks.check_settings(worker.vllm_config, worker.rank)
+            early_checks.check_in_worker(worker.vllm_config, worker.rank)
 
     return __init__
+
+
+def _check_the_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_engine_config(engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = original(engine_args, *args, **kwargs)
+        early_checks.check_config(vllm_config)
+        return vllm_config
+
+    return create_engine_config
 
 
 _UNTIL_A_HOOK = "vLLM lets a plug-in name the encoder CUDA graph manager"
 
 PROCESS_PATCHES = (
     Patch(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        _check_the_result,
+        why="Here a wrong setting is an error of the command, or of vllm.LLM, like "
+        "any other wrong argument; a worker's error is only in its log.",
+        remove_when="vLLM lets a plug-in check additional_config",
+    ),
+    Patch(
         "vllm.v1.worker.worker_base",
         "WorkerBase.__init__",
         _activate_first,
         why="The first call in a process that will run a model, before the runner "
-        "exists and after the worker's modules are loaded; wrong settings end the "
-        "start here, not after minutes of loading weights.",
+        "exists and after the worker's modules are loaded; what is wrong on this host "
+        "ends the start here, not after minutes of loading weights.",
         remove_when=_UNTIL_A_HOOK,
     ),
 )

@@ -129,6 +129,11 @@ PROCESS_SYMBOLS = (
             "is_driver_worker",
         ),
     ),
+    VllmSymbol(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        ("self", "usage_context", "headless"),
+    ),
     VllmSymbol("vllm.envs", "environment_variables"),
 )
 """Needed in every process, not only where a worker is built."""
