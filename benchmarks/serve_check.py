@@ -20,11 +20,8 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_encoder_cg.benchmarking.programs import Program
 from vllm_encoder_cg.benchmarking.scripts import (
     Attempts,
     add_time_limit,
@@ -224,24 +222,22 @@ def make_requests(
 class Server:
     """A process of ``vllm serve``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process = process
+    def __init__(self, program: Program, port: int) -> None:
+        self._program = program
         self.url = f"http://127.0.0.1:{port}"
-        self.log = log
         self.start_s = 0.0
-        self._begin = time.monotonic()
 
     def wait_until_ready(self) -> None:
         """Raises RuntimeError, with the end of its log, where it does not start."""
-        while time.monotonic() - self._begin < START_S and self.process.poll() is None:
+        while self._program.seconds < START_S and not self._program.has_ended:
             try:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
             except OSError:  # not there yet, or not ready
                 time.sleep(0.5)
             else:
-                self.start_s = time.monotonic() - self._begin
+                self.start_s = self._program.seconds
                 return
-        raise RuntimeError(f"vllm serve did not start: {self.log.read_text()[-3000:]}")
+        raise RuntimeError(f"vllm serve did not start: {self._program.log[-3000:]}")
 
 
 @contextlib.contextmanager
@@ -251,21 +247,13 @@ def server(
     """Starts one and, in the end, stops it."""
     options = server_options(checkpoint, port, graphs=graphs, args=args)
     log = args.out / f"serve-{'with' if graphs else 'without'}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *options],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    program = Program(["-m", "vllm.entrypoints.cli.main", "serve", *options], log)
     try:
-        yield Server(process, port, log)
+        yield Server(program, port)
     finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        program.interrupt()
+        program.wait(20)
+        program.end()
 
 
 def server_options(

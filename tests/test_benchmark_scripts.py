@@ -21,8 +21,9 @@ from benchmarks import (
 )
 from benchmarks.engine_check import rows as engine_rows
 from benchmarks.mm_processor import __main__ as mm_processor
-from benchmarks.mm_processor import engines, gate, tables
+from benchmarks.mm_processor import gate, tables
 from benchmarks.mm_processor.workloads import command_line
+from vllm_encoder_cg.benchmarking import programs
 from vllm_encoder_cg.benchmarking.results import EncoderBenchmark, GraphCost
 from vllm_encoder_cg.benchmarking.scripts import Attempts
 from vllm_encoder_cg.benchmarking.timing import CaseTimes
@@ -165,7 +166,7 @@ found = {"completed": 4, "mm_processor_stats": {"encoder_forward_ms": forward}}
             _, _, _, folder, *rest = command
             return popen([sys.executable, str(script), folder, *rest], **options)
 
-        monkeypatch.setattr(engines.subprocess, "Popen", start)
+        monkeypatch.setattr(programs.subprocess, "Popen", start)
 
         def run_ways(active: dict[str, str]) -> tuple[list[Any], list[str]]:
             """What is kept of each way, and what went wrong."""

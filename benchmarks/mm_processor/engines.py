@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.mm_processor.gate import GO, READY
 from benchmarks.mm_processor.output import find_problem, read_results
+from vllm_encoder_cg.benchmarking.programs import Program, end_all
 from vllm_encoder_cg.benchmarking.scripts import python_path
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -26,31 +23,17 @@ class Engine:
     """A process of ``vllm bench mm-processor``."""
 
     way: str
-    process: subprocess.Popen[bytes]
+    program: Program
     folder: Path
     """With its log.txt and results.json."""
-    begin: float = field(default_factory=time.monotonic)
     start_s: float | None = None
     """None: not started yet."""
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log.txt").read_text(errors="replace")
 
     def is_ready(self) -> bool:
         """Whether its engine and its requests are there, and it waits."""
         if self.start_s is None and (self.folder / READY).exists():
-            self.start_s = time.monotonic() - self.begin
+            self.start_s = self.program.seconds
         return self.start_s is not None
-
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def kill(self) -> None:
-        """With all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @contextlib.contextmanager
@@ -75,22 +58,15 @@ def started(
             of_way.mkdir(parents=True, exist_ok=True)
             for name in (READY, GO):
                 (of_way / name).unlink(missing_ok=True)
-            with (of_way / "log.txt").open("wb") as log:
-                process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "benchmarks.mm_processor.gate"),
-                        *(str(of_way), *command),
-                    ],
-                    env=os.environ | shared | environments[way],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            engines.append(Engine(way, process, of_way))
+            program = Program(
+                ["-m", "benchmarks.mm_processor.gate", str(of_way), *command],
+                of_way / "log.txt",
+                shared | dict(environments[way]),
+            )
+            engines.append(Engine(way, program, of_way))
         yield engines
     finally:
-        for engine in engines:
-            engine.kill()
+        end_all([engine.program for engine in engines], 0.0)
 
 
 def wait_until_ready(engines: Sequence[Engine], limit_s: float) -> None:
@@ -98,7 +74,7 @@ def wait_until_ready(engines: Sequence[Engine], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         # All of them: is_ready notes when.
-        if all([engine.is_ready() or engine.has_ended() for engine in engines]):  # noqa: C419
+        if all([each.is_ready() or each.program.has_ended for each in engines]):  # noqa: C419
             return
         time.sleep(0.1)
 
@@ -127,19 +103,17 @@ def measure(engine: Engine, limit_s: float) -> dict[str, Any]:
         RuntimeError: it did not start, failed, took too long, or another manager's
             graphs were active; with the end of its output.
     """
+    program = engine.program
     if not engine.is_ready():
-        engine.kill()
-        raise RuntimeError(f"did not start: {engine.log[-3000:]}")
+        program.end()
+        raise RuntimeError(f"did not start: {program.log[-3000:]}")
     (engine.folder / GO).touch()
-    deadline = time.monotonic() + limit_s
-    while not engine.has_ended():
-        if time.monotonic() > deadline:
-            engine.kill()
-            raise RuntimeError(f"took more than {limit_s:.0f} s: {engine.log[-3000:]}")
-        time.sleep(0.1)
-    code = engine.process.returncode
-    engine.kill()  # its engine core, which may outlive it for a moment
-    log = engine.log
+    in_time = program.wait(limit_s)
+    code = program.code
+    program.end()  # its engine core, too, which may outlive it for a moment
+    log = program.log
+    if not in_time:
+        raise RuntimeError(f"took more than {limit_s:.0f} s: {log[-3000:]}")
     if code:
         raise RuntimeError(f"exit code {code}: {log[-3000:]}")
     if problem := find_problem(engine.way, log):

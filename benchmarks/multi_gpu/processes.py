@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python programs in processes of their own, each with all that it starts ended."""
+"""Several programs at a time, each within a time."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.multi_gpu.results import NOT_BEGUN, TimeLimit
+from vllm_encoder_cg.benchmarking.programs import Program, end_all
 
 _POLL_S = 0.2
 _GRACE_S = 5.0
@@ -66,62 +62,28 @@ def run_jobs(
             elif running:
                 time.sleep(_POLL_S)
     finally:
-        _end(running)
+        end_all([each.program for each in running], _GRACE_S)
 
 
 class _Running:
-    """A program under way, the leader of a session of its own."""
+    """A program under way."""
 
     def __init__(self, job: Job, folder: Path, limit_s: float) -> None:
         self.job = job
         self._limit_s = limit_s
-        self._begin = time.monotonic()
-        # A file, as a pipe is open for as long as any child of it lives.
-        self._log = folder / f"{job.name.replace('/', '-')}.log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, *job.arguments],
-                env=os.environ | job.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        log = folder / f"{job.name.replace('/', '-')}.log"
+        self.program = Program(job.arguments, log, job.environment)
 
     def outcome(self) -> Outcome | None:
         """None: it has not ended yet."""
-        code = self._process.poll()
-        if code is None and time.monotonic() - self._begin < self._limit_s:
+        code = self.program.code
+        if code is None and self.program.seconds < self._limit_s:
             return None
-        _end([self])
-        log = self._log.read_text(errors="replace")
+        end_all([self.program], _GRACE_S)
+        log = self.program.log
         if code == 0:
             return Outcome(None, log)
         why = f"exit code {code}"
         if code is None:
             why = f"took more than {self._limit_s:.0f} s"
         return Outcome(f"{why}; its log ends with:\n{log[-3000:]}", log)
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def signal(self, number: int) -> None:
-        """To it and what it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
-
-    def wait(self) -> None:
-        self._process.wait()
-
-
-def _end(running: Sequence[_Running]) -> None:
-    """Ends programs, and what they started and left behind."""
-    asked = [each for each in running if not each.has_ended()]
-    for each in asked:
-        each.signal(signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and not all(each.has_ended() for each in asked):
-        time.sleep(_POLL_S)
-    for each in running:
-        each.signal(signal.SIGKILL)
-        each.wait()

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.run_all.jobs import Job
+from vllm_encoder_cg.benchmarking.programs import Program, end_all
 from vllm_encoder_cg.benchmarking.scripts import VERDICT, python_path, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,35 +29,28 @@ class Running:
 
     job: Job
     cards: list[int]
-    process: subprocess.Popen[bytes]
-    folder: Path
+    program: Program
     limit_s: float
-    begin: float = field(default_factory=time.monotonic)
     asked_to_end: float | None = None
     """When."""
 
     def end_if_late(self, now: float) -> None:
-        if self.asked_to_end is None and now - self.begin > self.limit_s:
+        if self.asked_to_end is None and self.program.seconds > self.limit_s:
             self.asked_to_end = now
-            self.kill(signal.SIGTERM)
+            self.program.ask_to_end()
         elif self.asked_to_end is not None and now - self.asked_to_end > GRACE_S:
-            self.kill(signal.SIGKILL)
-
-    def kill(self, number: int) -> None:
-        """The job and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            self.program.end()
 
     def row(self) -> dict[str, Any]:
         """What it came to."""
-        seconds = time.monotonic() - self.begin
-        found = last_line(self.folder / "log.txt")
+        seconds = self.program.seconds
+        found = last_line(self.program.log)
         if self.asked_to_end is not None:
             found = f"ended after {seconds:.0f} s; {found}"
         return {
             "name": self.job.name,
-            "rc": self.process.returncode,
-            "failed": self.process.returncode != 0 or self.asked_to_end is not None,
+            "rc": self.program.code,
+            "failed": self.program.code != 0 or self.asked_to_end is not None,
             "seconds": round(seconds, 1),
             "found": found,
         }
@@ -97,8 +86,7 @@ class Scheduler:
                 time.sleep(0.05)
                 self._collect()
         finally:
-            for running in self.running:
-                running.kill(signal.SIGKILL)
+            end_all([running.program for running in self.running], 0.0)
         return self.rows
 
     def _drop_what_cannot_run(self) -> None:
@@ -141,7 +129,8 @@ class Scheduler:
         return len(there) < MOST_PER_CARD and not any(r.job.alone for r in there)
 
     def _free_at(self, card: int) -> float:
-        return max((r.begin + r.job.expected_s for r in self._on(card)), default=0.0)
+        there = self._on(card)
+        return max((r.program.begin + r.job.expected_s for r in there), default=0.0)
 
     def _start(self, job: Job, cards: list[int]) -> Running:
         folder = self.out / job.name
@@ -152,32 +141,23 @@ class Scheduler:
         words = shlex.split(job.command)
         # Text of the caller's is only filled in, never split.
         words = [w.format(out=folder, seconds=f"{seconds:.0f}") for w in words]
-        environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": ",".join(self.cards[card] for card in cards),
+        names = ",".join(self.cards[card] for card in cards)
+        environment = {
+            "CUDA_VISIBLE_DEVICES": names,
             "PYTHONPATH": python_path(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
-        with (folder / "log.txt").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, *words],
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        names = ",".join(self.cards[card] for card in cards)
+        program = Program(words, folder / "log.txt", environment, ROOT)
         print(f"{job.name}: begins on GPU {names}", flush=True)
-        return Running(job, cards, process, folder, limit_s)
+        return Running(job, cards, program, limit_s)
 
     def _collect(self) -> None:
         now = time.monotonic()
         for running in list(self.running):
-            if running.process.poll() is None:
+            if not running.program.has_ended:
                 running.end_if_late(now)
                 continue
-            running.kill(signal.SIGKILL)  # what it may have left behind
+            running.program.end()  # what it may have left behind
             self.running.remove(running)
             self._add(running.row())
 
@@ -198,9 +178,9 @@ class Scheduler:
         write_json(self.out / "results.json", self.rows)
 
 
-def last_line(log: Path) -> str:
+def last_line(log: str) -> str:
     """The verdict at the end of a log, or else its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line.strip() for line in log.splitlines()]
     lines = [line for line in lines if line]
     verdicts = [line for line in lines if line.startswith(VERDICT)]
     return (verdicts or lines or [""])[-1].removeprefix(VERDICT)[:300]

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from typing import Any
 import httpx
 
 from vllm_encoder_cg.benchmarking.engine_options import as_options
+from vllm_encoder_cg.benchmarking.programs import Program
 from vllm_encoder_cg.samples.chat_media import ChatPrompt, chat_image, demo_prompts
 from vllm_encoder_cg.samples.checkpoints import engine_kwargs
 from vllm_encoder_cg.samples.media import make_video, photographs, random_image
@@ -30,6 +29,7 @@ COMPILATION_CONFIG = {
 }
 ADDITIONAL_CONFIG = {"encoder_cg": {"log_every_items": 3}}
 TOKENS = 12
+VLLM = ("-m", "vllm.entrypoints.cli.main")
 
 _START_SECONDS = 600
 
@@ -64,7 +64,7 @@ def command_line(**more: Any) -> list[str]:
 
 def vllm_command(*arguments: str) -> list[str]:
     """The ``vllm`` command of this environment."""
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
+    return [sys.executable, *VLLM, *arguments]
 
 
 @contextmanager
@@ -107,34 +107,24 @@ def server(checkpoint: Path, log: Path, **more: Any) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = vllm_command("serve", str(checkpoint), "--port", str(port))
+    command = [*VLLM, "serve", str(checkpoint), "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", *command_line(**more)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            _wait_until_ready(process, url, log)
-            yield url
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(30)
+    program = Program([*command, "--host", "127.0.0.1", *command_line(**more)], log)
+    try:
+        _wait_until_ready(program, url)
+        yield url
+    finally:
+        program.interrupt()
+        program.wait(60)
+        program.end()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
+def _wait_until_ready(program: Program, url: str) -> None:
+    while program.seconds < _START_SECONDS and not program.has_ended:
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise RuntimeError(f"vllm serve did not start:\n{log.read_text()[-6000:]}")
+    raise RuntimeError(f"vllm serve did not start:\n{program.log[-6000:]}")
