@@ -11,7 +11,7 @@ it has queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,19 @@ tower's."""
 _NO_LAYOUT: AxisKeys = (None,)
 """Axis keys that no graph has."""
 _PREFIX = {"image": "", "video": "video_"}
+
+
+class _Rows(NamedTuple):
+    """What the rows of a batch of slices hold, on the device."""
+
+    grids: torch.Tensor
+    """``[slices, 2]``: rows and columns of patches."""
+    patches: torch.Tensor
+    """``[slices]``."""
+    real: torch.Tensor
+    """``[slices, length]``: whether there is a patch, or padding."""
+    places: torch.Tensor
+    """``[length]``: 0, 1, 2, ..."""
 
 
 class MiniCPMVAdapter(FusableAdapter, PaddedTowerAdapter):
@@ -176,8 +189,10 @@ class MiniCPMVAdapter(FusableAdapter, PaddedTowerAdapter):
     def forward(
         self, buffers: dict[str, torch.Tensor], shape: GraphShape
     ) -> torch.Tensor:
-        grids = buffers["grids"].view(-1, 2)
-        return self._encode(buffers["pixels"], grids, fused=self.fused)
+        pixels, grids = buffers["pixels"], buffers["grids"].view(-1, 2)
+        if self.fused:
+            return self._encode_fused(pixels, grids)
+        return self._encode(pixels, grids)
 
     def eager(
         self, batch: EncoderBatch, indices: Sequence[int], path: str = DEFAULT_PATH
@@ -211,43 +226,49 @@ class MiniCPMVAdapter(FusableAdapter, PaddedTowerAdapter):
 
     # -- The encoder ---------------------------------------------------------
 
-    def _encode(
-        self, pixels: torch.Tensor, grids: torch.Tensor, *, fused: bool = False
-    ) -> torch.Tensor:
-        """``[slices, 3, patch, patch * length]`` and ``[slices, 2]`` on the device:
-        ``[slices * queries, hidden]``."""
-        tower = self.tower
-        length = pixels.shape[-1] // self.patch_size
-        grids = grids.long()
-        places = torch.arange(length, device=pixels.device)
-        patches = grids.prod(-1)
-        real = places < patches.unsqueeze(-1)
-        # 2.5 takes the patches of a slice as one line, whatever its grid.
-        of_tower = None if self.model.version == (2, 5) else grids
-        hidden = tower.embeddings(pixels, real.unsqueeze(1), of_tower)
-        # Attention masks padding by adding to scores, which NaN would outlast.
-        hidden = torch.where(real.unsqueeze(-1), hidden, 0.0)
-        marks = None
-        if fused:
-            hidden, marks = split_finite(hidden)
-            hidden = self.captured_tower(hidden, patches)
-        else:
-            mask = (~real).to(hidden.dtype) * torch.finfo(hidden.dtype).min
-            hidden = tower.encoder(hidden, attention_mask=mask[:, None, None, :])
-            hidden = tower.post_layernorm(hidden)
-        parts = zip(
-            hidden.split(_RESAMPLED_TOGETHER),
-            grids.split(_RESAMPLED_TOGETHER),
-            real.split(_RESAMPLED_TOGETHER),
-            strict=True,
-        )
-        tokens = torch.cat([self._resample(*part, places) for part in parts])
-        if marks is None:
-            return tokens
+    def _encode(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """By vLLM's modules: ``[slices, 3, patch, patch * length]`` and ``[slices,
+        2]`` on the device to ``[slices * queries, hidden]``."""
+        rows = self._rows(pixels, grids)
+        hidden = self._embed(pixels, rows)
+        mask = (~rows.real).to(hidden.dtype) * torch.finfo(hidden.dtype).min
+        hidden = self.tower.encoder(hidden, attention_mask=mask[:, None, None, :])
+        return self._resample(self.tower.post_layernorm(hidden), rows)
+
+    def _encode_fused(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """The same in fewer kernels."""
+        rows = self._rows(pixels, grids)
+        hidden, marks = split_finite(self._embed(pixels, rows))
+        hidden = self.captured_tower(hidden, rows.patches)
+        tokens = self._resample(hidden, rows)
         spoilt = marks.repeat_interleave(len(tokens) // len(marks))
         return tokens + spoilt.to(tokens.dtype).unsqueeze(1)
 
-    def _resample(
+    def _rows(self, pixels: torch.Tensor, grids: torch.Tensor) -> _Rows:
+        grids = grids.long()
+        places = torch.arange(pixels.shape[-1] // self.patch_size, device=pixels.device)
+        patches = grids.prod(-1)
+        return _Rows(grids, patches, places < patches.unsqueeze(-1), places)
+
+    def _embed(self, pixels: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        """``[slices, length, width]``; 0 where there is no patch."""
+        # 2.5 takes the patches of a slice as one line, whatever its grid.
+        grids = None if self.model.version == (2, 5) else rows.grids
+        hidden = self.tower.embeddings(pixels, rows.real.unsqueeze(1), grids)
+        # Attention masks padding by adding to scores, which NaN would outlast.
+        return torch.where(rows.real.unsqueeze(-1), hidden, 0.0)
+
+    def _resample(self, hidden: torch.Tensor, rows: _Rows) -> torch.Tensor:
+        """``[slices, length, width]`` to ``[slices * queries, hidden]``."""
+        parts = zip(
+            hidden.split(_RESAMPLED_TOGETHER),
+            rows.grids.split(_RESAMPLED_TOGETHER),
+            rows.real.split(_RESAMPLED_TOGETHER),
+            strict=True,
+        )
+        return torch.cat([self._resample_part(*part, rows.places) for part in parts])
+
+    def _resample_part(
         self,
         hidden: torch.Tensor,
         grids: torch.Tensor,
