@@ -51,6 +51,8 @@ MOST_TIES = 0.25
 AT_ONCE = ", at once"
 """Ends the names of requests that are batched."""
 START_S = 240.0
+STOP_S = 4.0
+"""For each of two servers; a caller that ends this script waits 10 s for both."""
 _METRIC = re.compile(r"^vllm:encoder_cudagraph_(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
 
 
@@ -251,9 +253,7 @@ def server(
     try:
         yield Server(program, port)
     finally:
-        program.interrupt()
-        program.wait(20)
-        program.end()
+        program.stop(STOP_S)
 
 
 def server_options(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from vllm_encoder_cg.benchmarking.programs import Program, end_all
 
 ENDS_LATE = """
@@ -61,7 +63,23 @@ def test_programs_may_tidy_up_before_they_are_ended(tmp_path: Path) -> None:
 def test_ctrl_c_reaches_the_program(tmp_path: Path) -> None:
     code = "import time; print('there', flush=True); time.sleep(600)"
     program = started(code, tmp_path)
-    program.interrupt()
-    assert program.wait(30)
+    program.stop(30)
+    assert program.has_ended
     assert "KeyboardInterrupt" in program.log
-    program.end()
+
+
+def test_none_is_left_where_waiting_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by SIGTERM, which scripts take as an exception."""
+    programs = [started(DEAF, tmp_path, name) for name in ("a", "b")]
+
+    def asked_to_end(self: Program, limit_s: float) -> bool:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(Program, "wait", asked_to_end)
+    with pytest.raises(SystemExit):
+        end_all(programs, 5.0)
+    with pytest.raises(SystemExit):
+        programs[0].stop(5.0)
+    assert [program.code for program in programs] == [-9, -9]

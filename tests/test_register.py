@@ -130,34 +130,19 @@ def test_wrong_settings_end_the_start_before_a_model_is_loaded(
     _build_worker(additional_config, enabled=False)
 
 
-@pytest.mark.parametrize(
-    ("compilation", "additional_config", "message"),
-    [
-        ({}, {"encoder_cg": {"max_graphs": 0}}, r"encoder_cg\.max_graphs: got 0"),
-        ({}, {"encoder_cg": {"laddr": "fine"}}, "did you mean 'ladder'"),
-        (
-            {"encoder_cudagraph_token_budgets": [64, -1]},
-            None,
-            "encoder_cudagraph_token_budgets: got -1",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("additional_config", "message"), WRONG_SETTINGS[:2])
 def test_wrong_settings_are_errors_of_the_arguments(
-    compilation: dict[str, Any],
-    additional_config: Any,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    additional_config: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where another plug-in has wrapped the same method."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mm_encoder=True, **compilation),
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=True),
         additional_config=additional_config,
     )
 
-    def create_engine_config(
-        self: Any, usage_context: Any = None, headless: bool = False
-    ) -> Any:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         return config
 
     monkeypatch.setattr(EngineArgs, "create_engine_config", create_engine_config)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_PER_CARD = 3
 """Checks that share a GPU: each takes up to a quarter of its memory."""
 GRACE_S = 10.0
-"""Between asking a job to end and ending it."""
+"""Between asking a job to end and ending it, in which it ends what it started."""
 MARGIN_S = 15.0
 """Before its limit a job is told to begin nothing new."""
 
@@ -39,7 +39,7 @@ class Running:
             self.asked_to_end = now
             self.program.ask_to_end()
         elif self.asked_to_end is not None and now - self.asked_to_end > GRACE_S:
-            self.program.end()
+            self.program.kill()
 
     def row(self) -> dict[str, Any]:
         """What it came to."""
@@ -86,7 +86,7 @@ class Scheduler:
                 time.sleep(0.05)
                 self._collect()
         finally:
-            end_all([running.program for running in self.running], 0.0)
+            end_all([running.program for running in self.running], GRACE_S)
         return self.rows
 
     def _drop_what_cannot_run(self) -> None:

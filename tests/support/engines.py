@@ -114,9 +114,7 @@ def server(checkpoint: Path, log: Path, **more: Any) -> Iterator[str]:
         _wait_until_ready(program, url)
         yield url
     finally:
-        program.interrupt()
-        program.wait(60)
-        program.end()
+        program.stop(60)
 
 
 def _wait_until_ready(program: Program, url: str) -> None:

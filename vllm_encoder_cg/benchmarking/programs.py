@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _POLL_S = 0.1
+_LONGEST_END_S = 10.0
 
 
 class Program:
@@ -80,14 +81,25 @@ class Program:
         """Itself and what it started, which may first end what they do."""
         self._signal(signal.SIGTERM)
 
-    def interrupt(self) -> None:
-        """Itself alone, as Ctrl-C does."""
+    def stop(self, grace_s: float) -> None:
+        """As Ctrl-C does, and all that is left after `grace_s` seconds at once."""
         self._process.send_signal(signal.SIGINT)
+        try:
+            self.wait(grace_s)
+        finally:
+            self.end()
+
+    def kill(self) -> None:
+        """Itself and what it started and may have left behind; not what that has
+        started in sessions of its own, as a ``Program`` does."""
+        self._signal(signal.SIGKILL)
 
     def end(self) -> None:
-        """Itself and what it started and may have left behind, at once."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
+        """Kills it and waits until it has ended."""
+        self.kill()
+        # One that is stuck in a driver ends later, or never.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LONGEST_END_S)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -104,7 +116,9 @@ def end_all(programs: Sequence[Program], grace_s: float) -> None:
     for program in asked:
         program.ask_to_end()
     deadline = time.monotonic() + grace_s
-    for program in asked:
-        program.wait(deadline - time.monotonic())
-    for program in programs:
-        program.end()
+    try:
+        for program in asked:
+            program.wait(deadline - time.monotonic())
+    finally:  # also where this process is asked to end meanwhile
+        for program in programs:
+            program.end()

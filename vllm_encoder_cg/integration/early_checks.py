@@ -7,13 +7,14 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_encoder_cg.observability.trace_writer import check_trace_file
-from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
+from vllm_encoder_cg.settings import EncoderCgSettings
 
 
 def check_config(vllm_config: Any) -> None:
-    """Checks all settings by their values alone if ``cudagraph_mm_encoder`` is on.
+    """Checks ``additional_config.encoder_cg`` by its values alone if
+    ``cudagraph_mm_encoder`` is on.  The other fields are vLLM's, which checks them.
 
-    The manager reads and checks them again, for those who build one alone.
+    The manager reads and checks it again, for those who build one alone.
 
     Args:
         vllm_config: the engine's ``VllmConfig``.
@@ -24,7 +25,6 @@ def check_config(vllm_config: Any) -> None:
     """
     if not _is_asked_for(vllm_config):
         return
-    CompilationFields.from_compilation_config(vllm_config.compilation_config)
     EncoderCgSettings.from_additional_config(vllm_config.additional_config)
 
 

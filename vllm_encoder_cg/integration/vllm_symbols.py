@@ -129,11 +129,8 @@ PROCESS_SYMBOLS = (
             "is_driver_worker",
         ),
     ),
-    VllmSymbol(
-        "vllm.engine.arg_utils",
-        "EngineArgs.create_engine_config",
-        ("self", "usage_context", "headless"),
-    ),
+    # Its arguments are passed on, whatever they are.
+    VllmSymbol("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
     VllmSymbol("vllm.envs", "environment_variables"),
 )
 """Needed in every process, not only where a worker is built."""
