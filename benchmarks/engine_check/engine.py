@@ -113,12 +113,20 @@ def run_engine(job: dict[str, Any]) -> dict[str, Any]:
             llm.collective_rpc("load_saved_weights", args=(weights,))
 
         def sleep(level: int) -> None:
-            try:
-                # Raises where another process took memory meanwhile.
-                llm.sleep(level)
-            finally:
-                # Else the next request waits for ever.
-                llm.wake_up()
+            for attempts_left in (2, 1, 0):
+                try:
+                    llm.sleep(level)
+                except Exception:
+                    # vLLM's worker finds that another process took memory meanwhile,
+                    # when it is already asleep; its engine takes it to be awake.
+                    llm.collective_rpc("wake_up")
+                    if not attempts_left:
+                        raise
+                else:
+                    break
+                finally:
+                    # Else the next request waits for ever.
+                    llm.wake_up()
             if level == 2:
                 reload()
 
