@@ -130,15 +130,30 @@ def test_wrong_settings_end_the_start_before_a_model_is_loaded(
     _build_worker(additional_config, enabled=False)
 
 
-@pytest.mark.parametrize(("additional_config", "message"), WRONG_SETTINGS[:2])
+TOO_MANY_ITEMS = {
+    "encoder_cudagraph_token_budgets": [64, 128],
+    "encoder_cudagraph_max_vision_items_per_batch": 65,
+}
+
+
+@pytest.mark.parametrize(
+    ("compilation", "additional_config", "message"),
+    [
+        *(({}, *wrong) for wrong in WRONG_SETTINGS[:2]),
+        (TOO_MANY_ITEMS, None, "per_batch: got 65, .* use at most 64"),
+    ],
+)
 def test_wrong_settings_are_errors_of_the_arguments(
-    additional_config: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    compilation: dict[str, Any],
+    additional_config: Any,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where another plug-in has wrapped the same method."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mm_encoder=True),
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=True, **compilation),
         additional_config=additional_config,
     )
 

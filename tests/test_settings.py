@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
+from vllm_encoder_cg.settings import (
+    CompilationFields,
+    EncoderCgSettings,
+    warn_of_duplicates,
+)
 
 BUDGETS = "encoder_cudagraph_token_budgets"
 ITEMS = "encoder_cudagraph_max_vision_items_per_batch"
@@ -194,7 +198,10 @@ def test_compilation_fields_are_read() -> None:
 def test_duplicate_budgets_are_left_out_and_reported(
     package_log: pytest.LogCaptureFixture,
 ) -> None:
-    assert fields(**{BUDGETS: [64, 128, 64]}).token_budgets == (64, 128)
+    given = {BUDGETS: [64, 128, 64]}
+    assert fields(**given).token_budgets == (64, 128)
+    assert package_log.records == []  # it is read more than once
+    warn_of_duplicates(SimpleNamespace(**given))
     (record,) = package_log.records
     assert record.levelno == logging.WARNING
     assert BUDGETS in record.getMessage()
@@ -205,6 +212,8 @@ def test_distinct_budgets_are_not_reported(
     package_log: pytest.LogCaptureFixture,
 ) -> None:
     assert fields(**{BUDGETS: (128, 64)}).token_budgets == (64, 128)
+    warn_of_duplicates(SimpleNamespace(**{BUDGETS: (128, 64)}))
+    warn_of_duplicates(SimpleNamespace())
     assert not package_log.records
 
 

@@ -101,7 +101,8 @@ class EncoderCgSettings(BaseModel):
         None,
         "A file with measured times: read at start-up instead of measuring where it "
         "is of this encoder, GPU and version, and written after measuring where there "
-        "is none. `vllm-encoder-cg plan` reads it, too. On a CPU nothing is measured, "
+        "is none (if it cannot be written, a warning says so). `vllm-encoder-cg plan` "
+        "reads it, too. On a CPU nothing is measured, "
         "so the file is neither read nor written. null: always measured.",
         "a path, such as /var/cache/encoder-costs.json, or null",
         min_length=1,
@@ -219,7 +220,11 @@ def _refused_value(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class CompilationFields:
-    """The ``CompilationConfig`` fields that limit encoder graphs."""
+    """The ``CompilationConfig`` fields that limit encoder graphs.
+
+    Raises:
+        SettingError: the item limit is above what the smallest budget holds.
+    """
 
     token_budgets: tuple[int, ...] = ()
     """Ascending, without duplicates; empty: inferred."""
@@ -230,6 +235,15 @@ class CompilationFields:
     max_frames: int | None = None
     """None: inferred."""
 
+    def __post_init__(self) -> None:
+        budgets = self.token_budgets
+        if budgets and self.max_items > budgets[0]:
+            raise SettingError(
+                f"{ITEMS_FIELD}: got {self.max_items}, more than the smallest of "
+                f"{BUDGETS_FIELD} {list(budgets)}, which leaves less than one token "
+                f"per item; use at most {budgets[0]}, or larger budgets"
+            )
+
     @classmethod
     def from_compilation_config(cls, compilation_config: Any) -> CompilationFields:
         """Reads the fields of `compilation_config` (any object that has them; an
@@ -237,7 +251,8 @@ class CompilationFields:
         by which vLLM decides whether there is a manager.
 
         Raises:
-            SettingError: a field has a value of the wrong kind or range.
+            SettingError: a field has a value of the wrong kind or range, or one does
+                not fit another.
         """
         enabled = getattr(compilation_config, "cudagraph_mm_encoder", False)
         if not isinstance(enabled, bool):
@@ -287,10 +302,17 @@ def _read_budgets(compilation_config: Any) -> tuple[int, ...]:
                 f"{name}: got {budget!r} in {budgets!r}; every budget is a number "
                 "of output tokens, a positive integer"
             )
-    unique = tuple(sorted(set(budgets)))
-    if len(unique) < len(budgets):
-        twice = sorted({b for b in unique if budgets.count(b) > 1})
+    return tuple(sorted(set(budgets)))
+
+
+def warn_of_duplicates(compilation_config: Any) -> None:
+    """Says which budgets of the user's list are there twice, and so left out."""
+    given = list(getattr(compilation_config, BUDGETS_FIELD, None) or ())
+    unique = sorted(set(given))
+    if len(unique) < len(given):
         logger.warning(
-            "%s: duplicates of %s are left out; budgets are %s", name, twice, unique
+            "%s: duplicates of %s are left out; budgets are %s",
+            BUDGETS_FIELD,
+            [budget for budget in unique if given.count(budget) > 1],
+            unique,
         )
-    return unique

@@ -12,7 +12,11 @@ from vllm_encoder_cg.adapter import EncoderAdapter, GraphShape
 from vllm_encoder_cg.definitions import AxisKeys, EncoderCudaGraphConfig, GraphKey
 from vllm_encoder_cg.logger import init_logger
 from vllm_encoder_cg.planning.budgets import BudgetPlan, resolve_budgets, within_reach
-from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
+from vllm_encoder_cg.settings import (
+    CompilationFields,
+    EncoderCgSettings,
+    warn_of_duplicates,
+)
 
 logger = init_logger(__name__)
 
@@ -36,6 +40,7 @@ def plan_budgets(
         multimodal = vllm_config.model_config.multimodal_config
         video_limit = multimodal.get_limit_per_prompt("video")
     fields = CompilationFields.from_compilation_config(vllm_config.compilation_config)
+    warn_of_duplicates(vllm_config.compilation_config)
     scheduler = getattr(vllm_config, "scheduler_config", None)
     if scheduler is not None:
         longest = vllm_config.model_config.max_model_len

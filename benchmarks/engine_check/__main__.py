@@ -20,7 +20,6 @@ import argparse
 import faulthandler
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 from benchmarks.engine_check.engine import run_engine
 from benchmarks.engine_check.rows import describe, memory_problems, name_of, rows_of
+from vllm_encoder_cg.benchmarking.programs import Program, end_all
 from vllm_encoder_cg.benchmarking.scripts import (
     Attempts,
     add_time_limit,
@@ -38,6 +38,8 @@ from vllm_encoder_cg.benchmarking.scripts import (
 
 STUCK_S = 120.0
 """An engine that takes longer says where it is."""
+LIMIT_S = 500.0
+"""One that takes longer is ended."""
 
 
 def main() -> int:
@@ -81,21 +83,24 @@ def main() -> int:
     ]
     found: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
+    programs: list[Program] = []
 
     def run_job(job: dict[str, Any]) -> None:
         """Several at a time: a row is written once both of its engines are done."""
         if not attempts.in_time():
             attempts.problems.append(f"{name_of(job)}: not begun, no time left")
             return
-        found[name_of(job)] = start_engine(job)
+        found[name_of(job)] = run_in_process(job, programs)
         rows[:] = rows_of(found, only_graphs=args.only_graphs)
         write_json(args.out / "engines.json", rows)
 
-    try:
-        with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool:
+        try:
             list(pool.map(run_job, jobs))
-    except SystemExit:  # asked to end, as were the engines: what there is is told
-        attempts.problems.append("ended before all engines had run")
+        except SystemExit:  # asked to end: what there is is told
+            attempts.begin_no_more()
+            end_all(programs, grace_s=1.0)
+            attempts.problems.append("ended before all engines had run")
     for row in rows:
         if args.jobs == 1:
             row["problems"] += memory_problems(row.get("memory"))
@@ -107,9 +112,13 @@ def main() -> int:
     )
 
 
-def start_engine(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs one engine in a process of its own; returns what it found."""
-    environment = os.environ | {
+def run_in_process(job: dict[str, Any], programs: list[Program]) -> dict[str, Any]:
+    """Runs one engine in a process of its own; returns what it found.
+
+    Args:
+        programs: receives the process.
+    """
+    environment = {
         "PYTHONPATH": python_path(Path(__file__).resolve().parents[2]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(job["runner"] == "V2")),
@@ -117,23 +126,23 @@ def start_engine(job: dict[str, Any]) -> dict[str, Any]:
     output = Path(job["output"])
     output.unlink(missing_ok=True)
     found: dict[str, Any] = {"job": job, "error": None}
-    command = [sys.executable, "-m", "benchmarks.engine_check", "--out", "."]
-    with output.with_suffix(".log").open("w") as log:
-        try:
-            done = subprocess.run(
-                [*command, "--engine", json.dumps(job)],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=500,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            return found | {"error": str(error)[-200:]}
+    program = Program(
+        [
+            *("-m", "benchmarks.engine_check", "--out", "."),
+            *("--engine", json.dumps(job)),
+        ],
+        output.with_suffix(".log"),
+        environment,
+    )
+    programs.append(program)
+    in_time = program.wait(LIMIT_S)
+    code = program.code
+    program.end()
+    if not in_time:
+        return found | {"error": f"took more than {LIMIT_S:.0f} s"}
     if output.exists():
         return found | json.loads(output.read_text())
-    tail = output.with_suffix(".log").read_text()[-1500:]
-    return found | {"error": f"exit code {done.returncode}: {tail}"}
+    return found | {"error": f"exit code {code}: {program.log[-1500:]}"}
 
 
 if __name__ == "__main__":

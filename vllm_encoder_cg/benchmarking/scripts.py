@@ -80,6 +80,10 @@ class Attempts:
             self._stop_after is None or self.seconds() < self._stop_after
         )
 
+    def begin_no_more(self) -> None:
+        """From now on it is too late for anything."""
+        self._ended = True
+
     def seconds(self) -> float:
         """Since the construction."""
         return time.monotonic() - self._begin
@@ -98,7 +102,7 @@ class Attempts:
             traceback.print_exc()
             self.problems.append(f"{name}: {type(error).__name__}: {error}")
         except SystemExit:  # asked to end: what there is is still told
-            self._ended = True
+            self.begin_no_more()
             self.problems.append(f"{name}: ended after {self.seconds():.0f} s")
         print(f"{name}: {time.perf_counter() - begin:.0f} s\n", flush=True)
         _give_back()

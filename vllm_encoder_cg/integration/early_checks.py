@@ -7,14 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_encoder_cg.observability.trace_writer import check_trace_file
-from vllm_encoder_cg.settings import EncoderCgSettings
+from vllm_encoder_cg.settings import CompilationFields, EncoderCgSettings
 
 
 def check_config(vllm_config: Any) -> None:
-    """Checks ``additional_config.encoder_cg`` by its values alone if
-    ``cudagraph_mm_encoder`` is on.  The other fields are vLLM's, which checks them.
+    """Checks all settings by their values alone if ``cudagraph_mm_encoder`` is on.
 
-    The manager reads and checks it again, for those who build one alone.
+    The manager reads and checks them again, for those who build one alone.
 
     Args:
         vllm_config: the engine's ``VllmConfig``.
@@ -25,6 +24,7 @@ def check_config(vllm_config: Any) -> None:
     """
     if not _is_asked_for(vllm_config):
         return
+    CompilationFields.from_compilation_config(vllm_config.compilation_config)
     EncoderCgSettings.from_additional_config(vllm_config.additional_config)
 
 

@@ -207,8 +207,7 @@ def resolve_budgets(
             is the total.
 
     Raises:
-        SettingError: an item limit above the smallest budget of the user's list or
-            above the model's largest budget.
+        SettingError: an item limit above the model's largest budget.
         ValueError: an invalid range, no paths, or a path minimum below 1.
     """
     if not paths:
@@ -269,12 +268,6 @@ def _usable_range(
     """
     given, max_items = fields.token_budgets, fields.max_items
     if given and max_items:
-        if max_items > given[0]:
-            raise SettingError(
-                f"{ITEMS_FIELD}: got {max_items}, more than the smallest of "
-                f"{BUDGETS_FIELD} {list(given)}, which leaves less than one token "
-                f"per item; use at most {given[0]}, or larger budgets"
-            )
         return given[0], given[0]
     low, high = budget_range
     _check_range(low, high)
