@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_encoder_cg.benchmarking.programs import Program
+from vllm_encoder_cg.benchmarking.programs import Program, wait_until_serving
 from vllm_encoder_cg.benchmarking.scripts import (
     Attempts,
     add_time_limit,
@@ -231,15 +231,8 @@ class Server:
 
     def wait_until_ready(self) -> None:
         """Raises RuntimeError, with the end of its log, where it does not start."""
-        while self._program.seconds < START_S and not self._program.has_ended:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-            except OSError:  # not there yet, or not ready
-                time.sleep(0.5)
-            else:
-                self.start_s = self._program.seconds
-                return
-        raise RuntimeError(f"vllm serve did not start: {self._program.log[-3000:]}")
+        wait_until_serving(self._program, f"{self.url}/health", START_S)
+        self.start_s = self._program.seconds
 
 
 @contextlib.contextmanager

@@ -7,16 +7,13 @@ import gc
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from vllm_encoder_cg.benchmarking.engine_options import as_options
-from vllm_encoder_cg.benchmarking.programs import Program
+from vllm_encoder_cg.benchmarking.programs import Program, wait_until_serving
 from vllm_encoder_cg.samples.chat_media import ChatPrompt, chat_image, demo_prompts
 from vllm_encoder_cg.samples.checkpoints import engine_kwargs
 from vllm_encoder_cg.samples.media import make_video, photographs, random_image
@@ -111,18 +108,7 @@ def server(checkpoint: Path, log: Path, **more: Any) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     program = Program([*command, "--host", "127.0.0.1", *command_line(**more)], log)
     try:
-        _wait_until_ready(program, url)
+        wait_until_serving(program, f"{url}/health", _START_SECONDS)
         yield url
     finally:
         program.stop(60)
-
-
-def _wait_until_ready(program: Program, url: str) -> None:
-    while program.seconds < _START_SECONDS and not program.has_ended:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise RuntimeError(f"vllm serve did not start:\n{program.log[-6000:]}")
