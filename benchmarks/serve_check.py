@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_encoder_cg.benchmarking.programs import Program, wait_until_serving
+from vllm_encoder_cg.benchmarking.programs import Program
 from vllm_encoder_cg.benchmarking.scripts import (
     Attempts,
     add_time_limit,
@@ -229,10 +229,17 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.start_s = 0.0
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, limit_s: float = START_S) -> None:
         """Raises RuntimeError, with the end of its log, where it does not start."""
-        wait_until_serving(self._program, f"{self.url}/health", START_S)
-        self.start_s = self._program.seconds
+        while self._program.seconds < limit_s and not self._program.has_ended:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            except OSError:  # not there yet, or not ready
+                time.sleep(0.5)
+            else:
+                self.start_s = self._program.seconds
+                return
+        raise RuntimeError(f"vllm serve did not start: {self._program.log[-6000:]}")
 
 
 @contextlib.contextmanager

@@ -34,6 +34,13 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
 PACKAGES = sorted(path.parent.name for path in FOLDER.glob("*/__main__.py"))
 
 
+def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
+    program = programs.Program(["-c", "print('no such model')"], tmp_path / "log")
+    with pytest.raises(RuntimeError, match="did not start: no such model"):
+        serve_check.Server(program, port=1).wait_until_ready()
+    program.end()
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, *PACKAGES])
 def test_help_and_a_line_in_the_readme(script: str) -> None:
     by_name = (

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_encoder_cg.benchmarking.programs import (
-    Program,
-    end_all,
-    wait_until_serving,
-)
+from vllm_encoder_cg.benchmarking.programs import Program, end_all
 
 ENDS_LATE = """
 import signal, sys, time
@@ -87,10 +83,3 @@ def test_none_is_left_where_waiting_is_interrupted(
     with pytest.raises(SystemExit):
         programs[0].stop(5.0)
     assert [program.code for program in programs] == [-9, -9]
-
-
-def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
-    program = Program(["-c", "print('no such model')"], tmp_path / "log")
-    with pytest.raises(RuntimeError, match="did not start:\nno such model"):
-        wait_until_serving(program, "http://127.0.0.1:1/health", 30.0)
-    program.end()

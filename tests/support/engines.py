@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serve_check import Server
 from vllm_encoder_cg.benchmarking.engine_options import as_options
-from vllm_encoder_cg.benchmarking.programs import Program, wait_until_serving
+from vllm_encoder_cg.benchmarking.programs import Program
 from vllm_encoder_cg.samples.chat_media import ChatPrompt, chat_image, demo_prompts
 from vllm_encoder_cg.samples.checkpoints import engine_kwargs
 from vllm_encoder_cg.samples.media import make_video, photographs, random_image
@@ -105,10 +106,10 @@ def server(checkpoint: Path, log: Path, **more: Any) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [*VLLM, "serve", str(checkpoint), "--port", str(port)]
-    url = f"http://127.0.0.1:{port}"
     program = Program([*command, "--host", "127.0.0.1", *command_line(**more)], log)
     try:
-        wait_until_serving(program, f"{url}/health", _START_SECONDS)
-        yield url
+        started = Server(program, port)
+        started.wait_until_ready(_START_SECONDS)
+        yield started.url
     finally:
         program.stop(60)

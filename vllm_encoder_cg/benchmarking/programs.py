@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -126,18 +125,3 @@ def end_all(programs: Sequence[Program], grace_s: float) -> None:
             program.kill()
         for program in programs:
             program.end()
-
-
-def wait_until_serving(program: Program, url: str, limit_s: float) -> None:
-    """Until a server answers at `url`, `limit_s` seconds after its start at most.
-
-    Raises:
-        RuntimeError: it did not, or has ended; with the end of its log.
-    """
-    while program.seconds < limit_s and not program.has_ended:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:  # not there yet, or not ready
-            time.sleep(0.5)
-    raise RuntimeError(f"vllm serve did not start:\n{program.log[-6000:]}")
